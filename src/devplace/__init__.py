@@ -1,0 +1,1 @@
+"""devplace: plan, explain and run one PyTorch training step over several devices."""

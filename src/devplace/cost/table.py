@@ -1,0 +1,43 @@
+"""How long and how big: the numbers a problem is solved with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.graph import OpGraph
+from devplace.machine import Link, Machine
+from devplace.units import NS_PER_S
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Time of every op on every device.
+
+    Attributes:
+        compute_ns: Time each op occupies each device, launch gap included; 0 for sources and
+            views. int64, shape `[V, D]`, in the order of `graph.ops` and `machine.devices`.
+        origin: Where the numbers come from, such as `analytic`.
+    """
+
+    compute_ns: NDArray[np.int64]
+    origin: str
+
+
+class CostModel(Protocol):
+    """Anything that prices a graph on a machine."""
+
+    def __call__(self, graph: OpGraph, machine: Machine) -> CostTable:
+        """Price every op on every device."""
+        ...
+
+
+def transfer_ns(num_bytes: int, link: Link) -> int:
+    """Time a transfer occupies the link's channels: bytes / bandwidth, rounded up to 1 ns.
+
+    It arrives `link.latency_ns` later.
+    """
+    return -(-num_bytes * NS_PER_S // link.bytes_per_s)

@@ -1,0 +1,65 @@
+"""Errors a user can meet. Each names the rule, the culprit, its value and limit, and the next step."""
+
+from __future__ import annotations
+
+
+class DevplaceError(Exception):
+    """Base of all devplace errors; `exit_code` is what the command line exits with."""
+
+    exit_code = 2
+
+
+class InputError(DevplaceError):
+    """Something the user gave is wrong: a file, a name, a number, an option."""
+
+
+class CaptureError(InputError):
+    """The step cannot be captured as one graph; the message names module and source line."""
+
+
+class GraphError(InputError):
+    """A graph is malformed: cyclic, empty, dangling tensors, bad sizes."""
+
+
+class MachineError(InputError):
+    """A machine description is wrong; the message names line or field."""
+
+
+class ProblemError(InputError):
+    """Graph, machine, limits and pins do not form a placement problem."""
+
+
+class PlanError(InputError):
+    """A plan file is truncated, edited or otherwise unreadable."""
+
+
+class InfeasibleError(DevplaceError):
+    """No placement within the memory limits was found.
+
+    Attributes:
+        missing_bytes: Bytes lacking per device name in the best placement seen.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, missing_bytes: dict[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.missing_bytes = dict(missing_bytes or {})
+
+
+class VerificationError(DevplaceError):
+    """The placed step gave other numbers than the unplaced one."""
+
+    exit_code = 4
+
+
+class PlanMismatchError(DevplaceError):
+    """A plan was made for another model, machine or version."""
+
+    exit_code = 5
+
+
+class ExecutionError(DevplaceError):
+    """A step failed while it ran; the message names the op and its device."""
+
+    exit_code = 1

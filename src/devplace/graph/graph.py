@@ -1,0 +1,194 @@
+"""What is computed: ops over tensors, in topological order. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+
+from devplace.errors import GraphError
+
+Stage = Literal["source", "forward", "backward", "update"]
+Role = Literal["", "input", "scalar", "parameter", "buffer", "state", "constant"]
+ResultRole = Literal["loss", "output", "parameter", "buffer", "state"]
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One output of an op.
+
+    Attributes:
+        name: Unique name; the op's name, with `:k` behind it for the k-th of several outputs.
+        shape: Sizes per dimension.
+        dtype: torch name without prefix, such as `float32`.
+        num_bytes: Bytes that hold it: what it occupies when it owns its storage, what crosses a
+            link when it is sent. For a view never more than its base.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+class Op(msgspec.Struct, frozen=True):
+    """One operation, or a source (something that is there before the step).
+
+    Attributes:
+        name: Unique name.
+        target: What it calls, such as `aten.mm.default`; `source` for sources.
+        inputs: Ids of the tensors it reads, as indices into `OpGraph.tensors`.
+        outputs: Ids of the tensors it makes.
+        alias_of: Id of the tensor whose storage the outputs share, or -1 if they own theirs.
+            Such an op is a view: it costs nothing and sits with its base.
+        flops: Floating-point operations (a multiply-add counts two).
+        bytes_read: Bytes read from memory.
+        bytes_written: Bytes written to memory.
+        stage: `source`, `forward`, `backward` or `update`.
+        role: For sources what they hold, else empty.
+        module: Dotted path of the module it belongs to; `""` is the model itself. Backward ops
+            carry the module of the forward op they differentiate, updates that of the parameter.
+        call: How many times the module had been called before in this step.
+        source_line: `file.py:12` of the user's code, or empty.
+        micro_batch: Index of the micro-batch it works on, or -1.
+        is_random: Whether it draws random numbers.
+        workspace_bytes: Extra memory held while it runs.
+    """
+
+    name: str
+    target: str
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    alias_of: int = -1
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    stage: Stage = "forward"
+    role: Role = ""
+    module: str = ""
+    call: int = 0
+    source_line: str = ""
+    micro_batch: int = -1
+    is_random: bool = False
+    workspace_bytes: int = 0
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it is there before the step, such as a parameter or an input."""
+        return self.stage == "source"
+
+    @property
+    def is_view(self) -> bool:
+        """Whether its outputs share another tensor's storage."""
+        return self.alias_of >= 0
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """A value the step leaves behind.
+
+    Attributes:
+        name: `loss`, an output's name, or the name of the source it replaces.
+        tensor: Id of the tensor.
+        role: What it is.
+        replaces: Index of the source op whose value it is in the next step, or -1.
+    """
+
+    name: str
+    tensor: int
+    role: ResultRole
+    replaces: int = -1
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """A whole step: ops in topological order, the tensors between them, and the results.
+
+    Attributes:
+        name: Name of the model.
+        ops: Ops; every input of an op is made by an earlier op.
+        tensors: All tensors, in the order of the ops that make them.
+        results: Values kept after the step.
+        meta: Facts about the capture (optimizer, micro-batches, mode, device type), as plain JSON.
+        program: What is needed to run the graph; not part of the file form nor of equality.
+
+    Raises:
+        GraphError: Empty, not in topological order, dangling or duplicate tensors, bad sizes.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+    results: tuple[StepResult, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+    program: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @cached_property
+    def producer(self) -> tuple[int, ...]:
+        """Index of the op that makes each tensor."""
+        made = [-1] * len(self.tensors)
+        for index, op in enumerate(self.ops):
+            for tensor in op.outputs:
+                made[tensor] = index
+        return tuple(made)
+
+    @cached_property
+    def op_index(self) -> dict[str, int]:
+        """Index of each op by name."""
+        return {op.name: index for index, op in enumerate(self.ops)}
+
+    @cached_property
+    def replaced(self) -> dict[int, int]:
+        """Source op index -> id of the tensor that takes its place after the step."""
+        return {r.replaces: r.tensor for r in self.results if r.replaces >= 0}
+
+    @property
+    def num_edges(self) -> int:
+        """Number of (tensor, consumer) pairs."""
+        return sum(len(op.inputs) for op in self.ops)
+
+
+def _validate(graph: OpGraph) -> None:
+    if not graph.ops:
+        raise GraphError(f"Graph {graph.name!r} has no ops. Check that the model computes something.")
+    made = [False] * len(graph.tensors)
+    names: set[str] = set()
+    for op in graph.ops:
+        if op.name in names:
+            raise GraphError(f"Op names must be unique: {op.name!r} occurs twice.")
+        names.add(op.name)
+        for tensor in op.inputs:
+            if not 0 <= tensor < len(made):
+                raise GraphError(f"Op {op.name!r} reads tensor {tensor}, which does not exist.")
+            if not made[tensor]:
+                raise GraphError(
+                    f"Ops must be in topological order without cycles: {op.name!r} reads "
+                    f"{graph.tensors[tensor].name!r} before it is made."
+                )
+        if op.alias_of >= 0 and op.alias_of not in op.inputs:
+            raise GraphError(f"View {op.name!r} must read the tensor it is a view of.")
+        if min(op.flops, op.bytes_read, op.bytes_written, op.workspace_bytes) < 0:
+            raise GraphError(f"Op {op.name!r} has a negative flops or bytes count.")
+        for tensor in op.outputs:
+            if not 0 <= tensor < len(made) or made[tensor]:
+                raise GraphError(f"Op {op.name!r} makes tensor {tensor} twice or out of range.")
+            made[tensor] = True
+    _validate_tensors(graph, made)
+
+
+def _validate_tensors(graph: OpGraph, made: list[bool]) -> None:
+    for tensor, is_made in zip(graph.tensors, made, strict=True):
+        if not is_made:
+            raise GraphError(f"Tensor {tensor.name!r} is made by no op.")
+        if tensor.num_bytes < 0:
+            raise GraphError(f"Tensor {tensor.name!r} has {tensor.num_bytes} bytes.")
+    for result in graph.results:
+        if not 0 <= result.tensor < len(made):
+            raise GraphError(f"Result {result.name!r} names tensor {result.tensor}, which is missing.")
+        if result.replaces >= len(graph.ops) or (
+            result.replaces >= 0 and not graph.ops[result.replaces].is_source
+        ):
+            raise GraphError(f"Result {result.name!r} replaces something that is not a source.")

@@ -1,0 +1,71 @@
+"""What is needed to run a captured graph: the FX graph and what each input and output stands for.
+
+torch objects are held here, but torch itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+BindingKind = Literal["parameter", "buffer", "state", "constant", "input", "scalar"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What one placeholder of the FX graph stands for.
+
+    Attributes:
+        op: Index of its source op in the graph.
+        kind: What it is.
+        key: Parameter or buffer name; for `state` the parameter's name; for `input` the input's
+            name (`0`, `1.mask`, `x`); for `scalar` its name in the step scalars.
+        slot: For `state` the name in `optimizer.state[p]` (`exp_avg`, `momentum_buffer`); for
+            `input` the index among the flattened example inputs (torch pytree order).
+        value: For `constant` the tensor itself; for `parameter`/`buffer` nothing (read from the model).
+    """
+
+    op: int
+    kind: BindingKind
+    key: str
+    slot: str | int = ""
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured step that can be run.
+
+    Attributes:
+        module: `torch.fx.GraphModule`: placeholders in the order of `bindings`; call_function nodes
+            (functional ATen overloads and `operator.getitem`); one output node whose single
+            argument is a list in the order of `OpGraph.results`.
+        bindings: One per placeholder.
+        tensor_of: FX node name -> id of the tensor in the OpGraph (nodes with several outputs are
+            not listed, their getitem nodes are).
+        op_of: FX node name -> index of its op (getitem nodes: that of the op they read).
+        scalars: Function of the 1-based step number and, optionally, the optimizer's present
+            param_groups -> value of every scalar input (learning rate, bias corrections ...), as
+            Python floats, exactly as torch.optim computes them on the host.
+        random_ops: Names of FX nodes that draw random numbers, in trace order.
+        input_spec: torch pytree spec of `(args, kwargs)`, to flatten new batches.
+        output_spec: torch pytree spec of the model's output (inference), else None.
+        output_leaves: For each leaf of the output: index into results, or a constant (non-tensor).
+        training: Whether the model was in training mode at capture.
+        buffers_shared: Other names of the same tensor (tied weights): name -> first name.
+        device: torch device type of the capture (`cpu`, `cuda`).
+    """
+
+    module: Any
+    bindings: tuple[Binding, ...]
+    tensor_of: Mapping[str, int]
+    op_of: Mapping[str, int]
+    scalars: Callable[[int, Sequence[Mapping[str, Any]] | None], dict[str, float]]
+    random_ops: tuple[str, ...] = ()
+    input_spec: Any = None
+    output_spec: Any = None
+    output_leaves: tuple[Any, ...] = ()
+    training: bool = True
+    buffers_shared: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"

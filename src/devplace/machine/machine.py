@@ -1,0 +1,226 @@
+"""Where things run: devices, links between them, memory pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from devplace.errors import MachineError
+
+DeviceKind = Literal["cpu", "gpu"]
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One device.
+
+    Attributes:
+        name: As the user knows it, such as `cuda:0` or `cpu:0`.
+        kind: `cpu` or `gpu`.
+        memory_bytes: Memory in all.
+        flops_per_s: Reachable rate of matrix work per dtype, FLOP/s; `float32` must be there.
+        bytes_per_s: Memory bandwidth, bytes/s.
+        model: Product name.
+        reserve_bytes: Memory that is never ours: context, libraries' work buffers, other programs.
+        pool: Name of a memory pool it shares with other devices, or empty.
+        launch_gap_ns: Time every op costs beside its work, ns.
+        streams: Ops it runs at once.
+        unsupported_ops: Patterns (fnmatch) of op targets it cannot run.
+        uuid: Stable identity, when detected.
+    """
+
+    name: str
+    kind: DeviceKind
+    memory_bytes: int
+    flops_per_s: dict[str, int]
+    bytes_per_s: int
+    model: str = ""
+    reserve_bytes: int = 0
+    pool: str = ""
+    launch_gap_ns: int = 0
+    streams: int = 1
+    unsupported_ops: tuple[str, ...] = ()
+    uuid: str = ""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory left for a step."""
+        return max(0, self.memory_bytes - self.reserve_bytes)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction between two devices.
+
+    Attributes:
+        src: Sender.
+        dst: Receiver.
+        bytes_per_s: Bandwidth, bytes/s.
+        latency_ns: Time from the last byte sent to its arrival, ns.
+        channels: Shared resources a transfer occupies for its whole duration (a host bridge, a
+            card's lanes). Transfers on one channel are served one after another. A link with no
+            channel named has one of its own.
+        usable: Whether it may be used (a slow or faulty pair can be switched off).
+        send_overhead_ns: Time a transfer takes of the sender's compute stream.
+        receive_overhead_ns: Time a transfer takes of the receiver's compute stream.
+    """
+
+    src: str
+    dst: str
+    bytes_per_s: int
+    latency_ns: int = 0
+    channels: tuple[str, ...] = ()
+    usable: bool = True
+    send_overhead_ns: int = 0
+    receive_overhead_ns: int = 0
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that several devices share."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices, the links between them, and shared memory pools.
+
+    Attributes:
+        name: Name of the machine.
+        devices: Devices; their order does not matter to any result.
+        links: Direct links. A pair without a usable one is staged through the device that makes
+            the trip shortest (`path`).
+        pools: Memory shared between devices.
+        sources: Where each number comes from, text per topic.
+
+    Raises:
+        MachineError: Names the device or link and the field that is wrong.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    pools: tuple[Pool, ...] = ()
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """Names in the order of `devices`."""
+        return tuple(device.name for device in self.devices)
+
+    @cached_property
+    def device_index(self) -> dict[str, int]:
+        """Index of each device by name."""
+        return {device.name: index for index, device in enumerate(self.devices)}
+
+    @cached_property
+    def _direct(self) -> dict[tuple[str, str], Link]:
+        return {(link.src, link.dst): link for link in self.links if link.usable}
+
+    def path(self, src: str, dst: str) -> Link | None:
+        """The link a transfer from `src` to `dst` uses: the direct one, else a staged one.
+
+        A staged link stores and forwards through one other device: times add up, so
+        `1/bandwidth = 1/first + 1/second`; latencies, channels and overheads of both count.
+
+        Returns:
+            None if there is no way with at most one stop.
+        """
+        direct = self._direct.get((src, dst))
+        if direct is not None:
+            return direct
+        staged = [
+            _staged(self._direct[src, mid], self._direct[mid, dst])
+            for mid in sorted(self.device_names)
+            if (src, mid) in self._direct and (mid, dst) in self._direct
+        ]
+        return max(staged, key=lambda link: (link.bytes_per_s, -link.latency_ns), default=None)
+
+
+def channels_of(link: Link) -> tuple[str, ...]:
+    """Names of the channels a link occupies; its own when it names none."""
+    return link.channels or (f"{link.src}->{link.dst}",)
+
+
+def _staged(first: Link, second: Link) -> Link:
+    rate = first.bytes_per_s * second.bytes_per_s // (first.bytes_per_s + second.bytes_per_s)
+    return Link(
+        src=first.src,
+        dst=second.dst,
+        bytes_per_s=max(1, rate),
+        latency_ns=first.latency_ns + second.latency_ns,
+        channels=tuple(dict.fromkeys(channels_of(first) + channels_of(second))),
+        send_overhead_ns=first.send_overhead_ns,
+        receive_overhead_ns=second.receive_overhead_ns,
+    )
+
+
+def _validate(machine: Machine) -> None:
+    if not machine.devices:
+        raise MachineError(f"Machine {machine.name!r} has no devices. Add at least one [[devices]].")
+    names: set[str] = set()
+    pools = {pool.name for pool in machine.pools}
+    for device in machine.devices:
+        if device.name in names:
+            raise MachineError(f"Device names must be unique: {device.name!r} occurs twice.")
+        names.add(device.name)
+        _validate_device(device, pools)
+    for pool in machine.pools:
+        _positive(pool.memory_bytes, f"Pool {pool.name!r}", "memory_bytes", "bytes")
+    seen: set[tuple[str, str]] = set()
+    for link in machine.links:
+        _validate_link(link, names)
+        if (link.src, link.dst) in seen:
+            raise MachineError(f"Link {link.src} -> {link.dst} is given twice. Keep one.")
+        seen.add((link.src, link.dst))
+    for src in machine.device_names:
+        for dst in machine.device_names:
+            if src != dst and machine.path(src, dst) is None:
+                raise MachineError(
+                    f"Devices must reach each other with at most one stop: no way from {src} to "
+                    f"{dst}. Add a [[links]] entry."
+                )
+
+
+def _positive(value: float, owner: str, name: str, unit: str) -> None:
+    if not value > 0 or value != value or value == float("inf"):
+        raise MachineError(f"{owner}: {name} must be positive, got {value} {unit}. Measure or set it.")
+
+
+def _not_negative(value: int, owner: str, name: str, unit: str) -> None:
+    if value < 0:
+        raise MachineError(f"{owner}: {name} must not be negative, got {value} {unit}.")
+
+
+def _validate_device(device: Device, pools: set[str]) -> None:
+    owner = f"Device {device.name!r}"
+    if not device.name:
+        raise MachineError("Every device needs a name, such as 'cuda:0'.")
+    _positive(device.memory_bytes, owner, "memory_bytes", "bytes")
+    _positive(device.bytes_per_s, owner, "bytes_per_s", "bytes/s")
+    _positive(device.streams, owner, "streams", "")
+    _not_negative(device.reserve_bytes, owner, "reserve_bytes", "bytes")
+    _not_negative(device.launch_gap_ns, owner, "launch_gap_ns", "ns")
+    if "float32" not in device.flops_per_s:
+        raise MachineError(f"{owner}: flops_per_s must have a 'float32' rate. Measure or set it.")
+    for dtype, rate in device.flops_per_s.items():
+        _positive(rate, owner, f"flops_per_s.{dtype}", "FLOP/s")
+    if device.pool and device.pool not in pools:
+        raise MachineError(f"{owner}: pool {device.pool!r} is not one of {sorted(pools)}.")
+
+
+def _validate_link(link: Link, names: set[str]) -> None:
+    owner = f"Link {link.src} -> {link.dst}"
+    for end in (link.src, link.dst):
+        if end not in names:
+            raise MachineError(f"{owner}: unknown device {end!r}. Known: {', '.join(sorted(names))}.")
+    if link.src == link.dst:
+        raise MachineError(f"{owner}: a link must join two devices.")
+    _positive(link.bytes_per_s, owner, "bytes_per_s", "bytes/s")
+    for name in ("latency_ns", "send_overhead_ns", "receive_overhead_ns"):
+        _not_negative(getattr(link, name), owner, name, "ns")

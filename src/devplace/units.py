@@ -1,0 +1,104 @@
+"""Units: durations are integer nanoseconds, sizes integer bytes; text forms for people."""
+
+from __future__ import annotations
+
+import re
+
+from devplace.errors import InputError
+
+NS_PER_S = 10**9
+NS_PER_MS = 10**6
+NS_PER_US = 10**3
+
+SIZE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+TIME_UNITS_NS = {"ns": 1, "us": NS_PER_US, "ms": NS_PER_MS, "s": NS_PER_S, "min": 60 * NS_PER_S}
+_NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*"
+
+
+def parse_size(value: int | str, what: str = "size") -> int:
+    """Bytes of `value`: an integer, or a number with a unit (`20GiB` is binary, `20GB` decimal).
+
+    Raises:
+        InputError: Negative, not a number, or an unknown unit.
+
+    Example:
+        >>> parse_size("1.5 GiB"), parse_size("10gb"), parse_size(7)
+        (1610612736, 10000000000, 7)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise InputError(f"{what} must be bytes or a text such as '20GiB', got {value!r}.")
+    if isinstance(value, int):
+        if value < 0:
+            raise InputError(f"{what} must not be negative, got {value} bytes.")
+        return value
+    match = re.fullmatch(_NUMBER + r"([A-Za-z]*)\s*", value)
+    unit = (match.group(2).upper() or "B") if match else ""
+    if match is None or unit not in SIZE_UNITS:
+        raise InputError(
+            f"{what} must be a number with a unit, got {value!r}. "
+            f"Use for example '20GiB', '20GB' or bytes; units: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB."
+        )
+    return round(float(match.group(1)) * SIZE_UNITS[unit])
+
+
+def parse_time_ns(value: int | str, what: str = "time") -> int:
+    """Nanoseconds of `value`: an integer (ns), or a number with one of ns, us, ms, s, min.
+
+    Raises:
+        InputError: Negative, not a number, or an unknown unit.
+
+    Example:
+        >>> parse_time_ns("5us"), parse_time_ns("1.5 s"), parse_time_ns(12)
+        (5000, 1500000000, 12)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise InputError(f"{what} must be ns or a text such as '5us', got {value!r}.")
+    if isinstance(value, int):
+        if value < 0:
+            raise InputError(f"{what} must not be negative, got {value} ns.")
+        return value
+    match = re.fullmatch(_NUMBER + r"([a-z]+)\s*", value)
+    if match is None or match.group(2) not in TIME_UNITS_NS:
+        raise InputError(
+            f"{what} must be a number with a unit, got {value!r}. Use for example '5us' or '30s'."
+        )
+    return round(float(match.group(1)) * TIME_UNITS_NS[match.group(2)])
+
+
+def format_time(ns: int) -> str:
+    """Short text of a duration.
+
+    Example:
+        >>> format_time(950), format_time(20_400_000), format_time(3_200_000_000)
+        ('950 ns', '20.4 ms', '3.2 s')
+    """
+    for unit, scale in (("s", NS_PER_S), ("ms", NS_PER_MS), ("us", NS_PER_US)):
+        if abs(ns) >= scale:
+            return f"{ns / scale:.3g} {unit}" if abs(ns) < 1000 * scale else f"{ns / scale:.0f} {unit}"
+    return f"{ns} ns"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Short text of a size, in decimal units.
+
+    Example:
+        >>> format_bytes(512), format_bytes(11_500_000_000)
+        ('512 B', '11.5 GB')
+    """
+    for unit in ("TB", "GB", "MB", "KB"):
+        scale = SIZE_UNITS[unit]
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.3g} {unit}" if abs(num_bytes) < 1000 * scale else (
+                f"{num_bytes / scale:.0f} {unit}"
+            )
+    return f"{num_bytes} B"
