@@ -1,0 +1,396 @@
+// The simulator of src/devplace/simulate/reference.py, written for speed; see there for the rules.
+// Every quantity is an integer, so both give the same nanosecond and byte.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace devplace {
+
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+using u8 = std::uint8_t;
+
+// Read-only arrays; names and shapes as in problem/core.py.
+struct Core {
+  i32 num_tasks = 0, num_devices = 0, num_channels = 0, num_pools = 0, num_consts = 0;
+  std::vector<u8> is_source, storage_held;
+  std::vector<i64> workspace_bytes, carrier_bytes, storage_bytes, const_bytes;
+  std::vector<i32> out_ptr, carrier_storage, cons_ptr, cons, in_ptr, in_carrier, storage_ptr;
+  std::vector<i32> const_ptr, const_user, carrier_task;
+  std::vector<i64> duration_ns, transfer_ns, latency_ns, send_ns, receive_ns;
+  std::vector<i32> link_class, channel_ptr, channel, streams, pool;
+  bool one_stream = true;
+
+  i64 transfer(i32 pair, i32 carrier) const {
+    return transfer_ns[static_cast<std::size_t>(link_class[pair]) * carrier_bytes.size() + carrier];
+  }
+};
+
+// 4-ary heap; Less must be a strict total order on what matters.
+template <class T, class Less>
+class Heap {
+ public:
+  void clear() { items_.clear(); }
+  bool empty() const { return items_.empty(); }
+  const T& top() const { return items_[0]; }
+
+  void push(const T& x) {
+    std::size_t i = items_.size();
+    items_.push_back(x);
+    while (i) {
+      const std::size_t parent = (i - 1) >> 2;
+      if (!less_(x, items_[parent])) break;
+      items_[i] = items_[parent];
+      i = parent;
+    }
+    items_[i] = x;
+  }
+
+  void pop() {
+    const T x = items_.back();
+    items_.pop_back();
+    const std::size_t n = items_.size();
+    if (!n) return;
+    std::size_t i = 0;
+    for (;;) {
+      const std::size_t first = 4 * i + 1;
+      if (first >= n) break;
+      const std::size_t last = std::min(first + 4, n);
+      std::size_t best = first;
+      for (std::size_t c = first + 1; c < last; ++c)
+        if (less_(items_[c], items_[best])) best = c;
+      if (!less_(items_[best], x)) break;
+      items_[i] = items_[best];
+      i = best;
+    }
+    items_[i] = x;
+  }
+
+ private:
+  std::vector<T> items_;
+  Less less_;
+};
+
+struct ReadyTask {
+  i64 priority;
+  i32 task;
+};
+struct ReadyFirst {
+  bool operator()(const ReadyTask& a, const ReadyTask& b) const {
+    return a.priority > b.priority || (a.priority == b.priority && a.task < b.task);
+  }
+};
+struct Arrival {
+  i64 time;
+  i32 carrier, device;
+};
+struct ArrivalFirst {
+  bool operator()(const Arrival& a, const Arrival& b) const { return a.time < b.time; }
+};
+struct Running {
+  i64 finish;
+  i32 task, device;
+};
+struct RunningFirst {
+  bool operator()(const Running& a, const Running& b) const { return a.finish < b.finish; }
+};
+
+struct Transfer {
+  i64 carrier, source, destination, request, start, arrival;
+};
+struct MemoryStep {
+  i64 time, device, bytes;
+};
+
+struct Outcome {
+  i64 makespan = 0, transfer_bytes = 0;
+  std::vector<i64> peak, pool_peak, busy;
+  // Only with a trace:
+  std::vector<i64> start, finish, sequence;
+  std::vector<Transfer> transfers;
+  std::vector<MemoryStep> memory;
+};
+
+inline void critical_path(const Core& core, const i32* device, i64* length) {
+  const i32 D = core.num_devices;
+  for (i32 v = core.num_tasks - 1; v >= 0; --v) {
+    const i32 d = device[v];
+    i64 tail = 0;
+    for (i32 x = core.out_ptr[v]; x < core.out_ptr[v + 1]; ++x) {
+      for (i32 j = core.cons_ptr[x]; j < core.cons_ptr[x + 1]; ++j) {
+        const i32 c = core.cons[j], e = device[c];
+        i64 way = length[c];
+        if (e != d) way += core.transfer(d * D + e, x) + core.latency_ns[d * D + e];
+        tail = std::max(tail, way);
+      }
+    }
+    length[v] = core.duration_ns[static_cast<std::size_t>(v) * D + d] + tail;
+  }
+}
+
+// One simulator with its scratch memory; use one per thread.
+class Simulator {
+ public:
+  explicit Simulator(const Core& core) : core_(core), ready_(core.num_devices) {}
+
+  // With `track_memory` false the peaks are left at zero.
+  template <bool track_memory, bool trace>
+  void run(const i32* device, const i64* priority, Outcome& out) {
+    prepare<track_memory, trace>(device, priority, out);
+    for (;;) {
+      for (i32 d = 0; d < core_.num_devices; ++d) start_ready<track_memory, trace>(d, out);
+      if constexpr (track_memory) look_at_memory<trace>(out);
+      if (!next_instant()) break;
+      collect_finished();
+      for (const ReadyTask& item : finished_) {
+        --running_count_[device_[item.task]];
+        finish<track_memory, trace>(item.task, out);
+      }
+      while (!arrivals_.empty() && arrivals_.top().time == now_) {
+        const Arrival a = arrivals_.top();
+        arrivals_.pop();
+        arrive<track_memory>(a);
+      }
+    }
+  }
+
+ private:
+  static constexpr i64 never = std::numeric_limits<i64>::max();
+
+  template <bool track_memory, bool trace>
+  void prepare(const i32* device, const i64* priority, Outcome& out) {
+    const i32 N = core_.num_tasks, D = core_.num_devices;
+    device_ = device;
+    priority_ = priority;
+    now_ = 0;
+    started_ = 0;
+    missing_.resize(N);
+    for (i32 v = 0; v < N; ++v) missing_[v] = core_.in_ptr[v + 1] - core_.in_ptr[v];
+    channel_free_.assign(core_.num_channels, 0);
+    running_count_.assign(D, 0);
+    slot_finish_.assign(D, never);
+    slot_task_.assign(D, -1);
+    debt_.assign(D, 0);
+    memory_.assign(D, 0);
+    shown_.assign(D, -1);
+    stamp_.assign(D, -1);
+    for (auto& heap : ready_) heap.clear();
+    arrivals_.clear();
+    running_.clear();
+    out.makespan = out.transfer_bytes = 0;
+    out.peak.assign(D, 0);
+    out.busy.assign(D, 0);
+    out.pool_peak.assign(core_.num_pools, 0);
+    if constexpr (track_memory) {
+      references_.resize(core_.storage_bytes.size());
+      copies_.resize(core_.carrier_bytes.size() * static_cast<std::size_t>(D));
+      place_consts();
+    }
+    if constexpr (trace) {
+      out.start.assign(N, 0);
+      out.finish.assign(N, 0);
+      out.sequence.assign(N, 0);
+      out.transfers.clear();
+      out.memory.clear();
+    }
+    start_sources<track_memory, trace>(out);
+    for (i32 v = 0; v < N; ++v)
+      if (!core_.is_source[v] && core_.in_ptr[v + 1] == core_.in_ptr[v]) make_ready(v);
+  }
+
+  void place_consts() {
+    for (i32 k = 0; k < core_.num_consts; ++k) {
+      std::fill(stamp_.begin(), stamp_.end(), -1);
+      for (i32 j = core_.const_ptr[k]; j < core_.const_ptr[k + 1]; ++j) {
+        const i32 d = device_[core_.const_user[j]];
+        if (stamp_[d] == k) continue;
+        stamp_[d] = k;
+        memory_[d] += core_.const_bytes[k];
+      }
+    }
+    std::fill(stamp_.begin(), stamp_.end(), -1);
+  }
+
+  template <bool track_memory, bool trace>
+  void start_sources(Outcome& out) {
+    finished_.clear();
+    for (i32 v = 0; v < core_.num_tasks; ++v)
+      if (core_.is_source[v]) finished_.push_back({priority_[v], v});
+    std::sort(finished_.begin(), finished_.end(), ReadyFirst{});
+    const std::vector<ReadyTask> sources = finished_;
+    for (const ReadyTask& item : sources) {
+      if constexpr (track_memory) allocate(item.task);
+      finish<track_memory, trace>(item.task, out);
+    }
+  }
+
+  void make_ready(i32 v) { ready_[device_[v]].push({priority_[v], v}); }
+
+  void one_input_less(i32 v) {
+    if (--missing_[v] == 0) make_ready(v);
+  }
+
+  template <bool track_memory, bool trace>
+  void start_ready(i32 d, Outcome& out) {
+    while (running_count_[d] < core_.streams[d] && !ready_[d].empty()) {
+      const i32 v = ready_[d].top().task;
+      ready_[d].pop();
+      const i64 end = now_ + core_.duration_ns[static_cast<std::size_t>(v) * core_.num_devices + d] + debt_[d];
+      debt_[d] = 0;
+      ++running_count_[d];
+      out.busy[d] += end - now_;
+      out.makespan = std::max(out.makespan, end);
+      if constexpr (trace) {
+        out.start[v] = now_;
+        out.finish[v] = end;
+        out.sequence[v] = started_++;
+      }
+      if constexpr (track_memory) allocate(v);
+      if (core_.one_stream) {
+        slot_finish_[d] = end;
+        slot_task_[d] = v;
+      } else {
+        running_.push({end, v, d});
+      }
+    }
+  }
+
+  bool next_instant() {
+    i64 next = arrivals_.empty() ? never : arrivals_.top().time;
+    if (core_.one_stream) {
+      for (const i64 end : slot_finish_) next = std::min(next, end);
+    } else if (!running_.empty()) {
+      next = std::min(next, running_.top().finish);
+    }
+    now_ = next;
+    return next != never;
+  }
+
+  void collect_finished() {
+    finished_.clear();
+    if (core_.one_stream) {
+      for (i32 d = 0; d < core_.num_devices; ++d) {
+        if (slot_finish_[d] != now_) continue;
+        finished_.push_back({priority_[slot_task_[d]], slot_task_[d]});
+        slot_finish_[d] = never;
+      }
+    } else {
+      while (!running_.empty() && running_.top().finish == now_) {
+        finished_.push_back({priority_[running_.top().task], running_.top().task});
+        running_.pop();
+      }
+    }
+    if (finished_.size() > 1) std::sort(finished_.begin(), finished_.end(), ReadyFirst{});
+  }
+
+  void allocate(i32 v) {
+    i64 bytes = core_.workspace_bytes[v];
+    for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s) bytes += core_.storage_bytes[s];
+    memory_[device_[v]] += bytes;
+  }
+
+  template <bool track_memory, bool trace>
+  void finish(i32 v, Outcome& out) {
+    const i32 d = device_[v];
+    if constexpr (track_memory) {
+      memory_[d] -= core_.workspace_bytes[v];
+      for (i32 j = core_.in_ptr[v]; j < core_.in_ptr[v + 1]; ++j) release(core_.in_carrier[j], d);
+      for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s)
+        references_[s] = core_.storage_held[s];
+    }
+    for (i32 x = core_.out_ptr[v]; x < core_.out_ptr[v + 1]; ++x) {
+      for (i32 j = core_.cons_ptr[x]; j < core_.cons_ptr[x + 1]; ++j) {
+        const i32 reader = core_.cons[j], e = device_[reader];
+        if (e == d) {
+          if constexpr (track_memory) ++references_[core_.carrier_storage[x]];
+          one_input_less(reader);
+          continue;
+        }
+        if (stamp_[e] != x) {
+          stamp_[e] = x;
+          if constexpr (track_memory) ++references_[core_.carrier_storage[x]];
+          send<track_memory, trace>(x, d, e, out);
+        }
+        if constexpr (track_memory) ++copies_[copy_index(x, e)];
+      }
+    }
+    if constexpr (track_memory)
+      for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s)
+        if (!references_[s]) memory_[d] -= core_.storage_bytes[s];
+  }
+
+  std::size_t copy_index(i32 carrier, i32 device) const {
+    return static_cast<std::size_t>(carrier) * core_.num_devices + device;
+  }
+
+  template <bool track_memory, bool trace>
+  void send(i32 x, i32 d, i32 e, Outcome& out) {
+    const i32 pair = d * core_.num_devices + e;
+    const i32 first = core_.channel_ptr[pair], last = core_.channel_ptr[pair + 1];
+    i64 begin = now_;
+    for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free_[core_.channel[c]]);
+    const i64 end = begin + core_.transfer(pair, x);
+    for (i32 c = first; c < last; ++c) channel_free_[core_.channel[c]] = end;
+    const i64 arrival = end + core_.latency_ns[pair];
+    debt_[d] += core_.send_ns[pair];
+    out.transfer_bytes += core_.carrier_bytes[x];
+    if constexpr (track_memory) {
+      memory_[e] += core_.carrier_bytes[x];
+      copies_[copy_index(x, e)] = 0;
+    }
+    if constexpr (trace) out.transfers.push_back({x, d, e, now_, begin, arrival});
+    arrivals_.push({arrival, x, e});
+  }
+
+  template <bool track_memory>
+  void arrive(const Arrival& a) {
+    const i32 d = device_[core_.carrier_task[a.carrier]];
+    debt_[a.device] += core_.receive_ns[d * core_.num_devices + a.device];
+    if constexpr (track_memory) release(a.carrier, d);
+    for (i32 j = core_.cons_ptr[a.carrier]; j < core_.cons_ptr[a.carrier + 1]; ++j)
+      if (device_[core_.cons[j]] == a.device) one_input_less(core_.cons[j]);
+  }
+
+  void release(i32 x, i32 d) {
+    if (d == device_[core_.carrier_task[x]]) {
+      const i32 s = core_.carrier_storage[x];
+      if (--references_[s] == 0) memory_[d] -= core_.storage_bytes[s];
+    } else if (--copies_[copy_index(x, d)] == 0) {
+      memory_[d] -= core_.carrier_bytes[x];
+    }
+  }
+
+  template <bool trace>
+  void look_at_memory(Outcome& out) {
+    for (i32 d = 0; d < core_.num_devices; ++d) {
+      out.peak[d] = std::max(out.peak[d], memory_[d]);
+      if constexpr (trace) {
+        if (memory_[d] != shown_[d]) {
+          shown_[d] = memory_[d];
+          out.memory.push_back({now_, d, memory_[d]});
+        }
+      }
+    }
+    if (!core_.num_pools) return;
+    pool_used_.assign(core_.num_pools, 0);
+    for (i32 d = 0; d < core_.num_devices; ++d)
+      if (core_.pool[d] >= 0) pool_used_[core_.pool[d]] += memory_[d];
+    for (i32 p = 0; p < core_.num_pools; ++p) out.pool_peak[p] = std::max(out.pool_peak[p], pool_used_[p]);
+  }
+
+  const Core& core_;
+  const i32* device_ = nullptr;
+  const i64* priority_ = nullptr;
+  i64 now_ = 0, started_ = 0;
+  std::vector<Heap<ReadyTask, ReadyFirst>> ready_;
+  Heap<Arrival, ArrivalFirst> arrivals_;
+  Heap<Running, RunningFirst> running_;
+  std::vector<ReadyTask> finished_;
+  std::vector<i64> channel_free_, slot_finish_, debt_, memory_, shown_, pool_used_;
+  std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;
+};
+
+}  // namespace devplace

@@ -1,0 +1,172 @@
+// Python face of the simulator: devplace.simulate._native.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "kernel.hpp"
+
+namespace nb = nanobind;
+using namespace devplace;
+
+template <class T>
+using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+
+namespace {
+
+template <class T>
+std::vector<T> copy(const nb::object& owner, const char* name) {
+  auto array = nb::cast<In<T>>(owner.attr(name));
+  return std::vector<T>(array.data(), array.data() + array.size());
+}
+
+template <class T>
+nb::object to_numpy(const T* data, std::size_t rows, std::size_t columns) {
+  T* memory = new T[std::max<std::size_t>(1, rows * columns)];
+  if (rows * columns) std::memcpy(memory, data, rows * columns * sizeof(T));
+  nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  if (columns == 1) {
+    const std::size_t shape[1] = {rows};
+    return nb::cast(nb::ndarray<nb::numpy, T>(memory, 1, shape, owner));
+  }
+  const std::size_t shape[2] = {rows, columns};
+  return nb::cast(nb::ndarray<nb::numpy, T>(memory, 2, shape, owner));
+}
+
+nb::object vector_to_numpy(const std::vector<i64>& v) { return to_numpy(v.data(), v.size(), 1); }
+
+class Kernel {
+ public:
+  Kernel(nb::object tasks, nb::object wires) {
+    core_.is_source = copy<u8>(tasks, "is_source");
+    core_.storage_held = copy<u8>(tasks, "storage_held");
+    core_.workspace_bytes = copy<i64>(tasks, "workspace_bytes");
+    core_.carrier_bytes = copy<i64>(tasks, "carrier_bytes");
+    core_.storage_bytes = copy<i64>(tasks, "storage_bytes");
+    core_.const_bytes = copy<i64>(tasks, "const_bytes");
+    core_.out_ptr = copy<i32>(tasks, "out_ptr");
+    core_.carrier_storage = copy<i32>(tasks, "carrier_storage");
+    core_.cons_ptr = copy<i32>(tasks, "cons_ptr");
+    core_.cons = copy<i32>(tasks, "cons");
+    core_.in_ptr = copy<i32>(tasks, "in_ptr");
+    core_.in_carrier = copy<i32>(tasks, "in_carrier");
+    core_.storage_ptr = copy<i32>(tasks, "storage_ptr");
+    core_.const_ptr = copy<i32>(tasks, "const_ptr");
+    core_.const_user = copy<i32>(tasks, "const_user");
+    core_.duration_ns = copy<i64>(wires, "duration_ns");
+    core_.transfer_ns = copy<i64>(wires, "transfer_ns");
+    core_.latency_ns = copy<i64>(wires, "latency_ns");
+    core_.send_ns = copy<i64>(wires, "send_ns");
+    core_.receive_ns = copy<i64>(wires, "receive_ns");
+    core_.link_class = copy<i32>(wires, "link_class");
+    core_.channel_ptr = copy<i32>(wires, "channel_ptr");
+    core_.channel = copy<i32>(wires, "channel");
+    core_.streams = copy<i32>(wires, "streams");
+    core_.pool = copy<i32>(wires, "pool");
+    core_.num_channels = nb::cast<i32>(wires.attr("num_channels"));
+    core_.num_pools = static_cast<i32>(copy<i64>(wires, "pool_limit_bytes").size());
+    core_.num_tasks = static_cast<i32>(core_.is_source.size());
+    core_.num_devices = static_cast<i32>(core_.streams.size());
+    core_.num_consts = static_cast<i32>(core_.const_bytes.size());
+    for (const i32 s : core_.streams) core_.one_stream &= s == 1;
+    core_.carrier_task.resize(core_.carrier_bytes.size());
+    for (i32 v = 0; v < core_.num_tasks; ++v)
+      for (i32 x = core_.out_ptr[v]; x < core_.out_ptr[v + 1]; ++x) core_.carrier_task[x] = v;
+  }
+
+  nb::object priority(In<i32> device) const {
+    check_devices(device, 1);
+    std::vector<i64> length(core_.num_tasks);
+    {
+      nb::gil_scoped_release release;
+      critical_path(core_, device.data(), length.data());
+    }
+    return vector_to_numpy(length);
+  }
+
+  nb::tuple trace(In<i32> device, In<i64> priority) const {
+    check_devices(device, 1);
+    check_priorities(priority, 1);
+    Outcome out;
+    {
+      nb::gil_scoped_release release;
+      Simulator(core_).run<true, true>(device.data(), priority.data(), out);
+    }
+    static_assert(sizeof(Transfer) == 6 * sizeof(i64) && sizeof(MemoryStep) == 3 * sizeof(i64));
+    return nb::make_tuple(
+        vector_to_numpy(out.start), vector_to_numpy(out.finish), vector_to_numpy(out.sequence),
+        out.makespan, vector_to_numpy(out.peak), vector_to_numpy(out.pool_peak),
+        vector_to_numpy(out.busy),
+        to_numpy(reinterpret_cast<const i64*>(out.transfers.data()), out.transfers.size(), 6),
+        to_numpy(reinterpret_cast<const i64*>(out.memory.data()), out.memory.size(), 3));
+  }
+
+  // Makespan and peaks of each row of `devices`; `priorities` has one row for all, one row each,
+  // or none: then each placement gets its critical-path priority.
+  nb::tuple evaluate(In<i32> devices, In<i64> priorities, bool track_memory, int threads) const {
+    const std::size_t rows = devices.ndim() == 2 ? devices.shape(0) : 1;
+    check_devices(devices, rows);
+    const std::size_t priority_rows = core_.num_tasks ? priorities.size() / core_.num_tasks : 0;
+    if (priority_rows > 1) check_priorities(priorities, rows);
+    const std::size_t D = core_.num_devices, P = core_.num_pools;
+    std::vector<i64> makespan(rows), moved(rows), peak(rows * D), pool_peak(rows * P);
+    {
+      nb::gil_scoped_release release;
+      std::atomic<std::size_t> next{0};
+      auto work = [&] {
+        Simulator simulator(core_);
+        Outcome out;
+        std::vector<i64> own(priority_rows ? 0 : core_.num_tasks);
+        for (std::size_t i; (i = next++) < rows;) {
+          const i32* device = devices.data() + i * core_.num_tasks;
+          const i64* priority = own.data();
+          if (priority_rows)
+            priority = priorities.data() + (priority_rows > 1 ? i * core_.num_tasks : 0);
+          else
+            critical_path(core_, device, own.data());
+          if (track_memory) simulator.run<true, false>(device, priority, out);
+          else simulator.run<false, false>(device, priority, out);
+          makespan[i] = out.makespan;
+          moved[i] = out.transfer_bytes;
+          std::copy(out.peak.begin(), out.peak.end(), peak.begin() + i * D);
+          std::copy(out.pool_peak.begin(), out.pool_peak.end(), pool_peak.begin() + i * P);
+        }
+      };
+      const int count = std::max(1, std::min<int>(threads, static_cast<int>(rows)));
+      std::vector<std::thread> pool;
+      for (int t = 1; t < count; ++t) pool.emplace_back(work);
+      work();
+      for (auto& thread : pool) thread.join();
+    }
+    return nb::make_tuple(vector_to_numpy(makespan), to_numpy(peak.data(), rows, D == 1 ? 1 : D),
+                          to_numpy(pool_peak.data(), rows, P == 1 ? 1 : P), vector_to_numpy(moved));
+  }
+
+ private:
+  void check_devices(const In<i32>& devices, std::size_t rows) const {
+    if (devices.size() != rows * core_.num_tasks) throw nb::value_error("devices: wrong size");
+    for (std::size_t i = 0; i < devices.size(); ++i)
+      if (devices.data()[i] < 0 || devices.data()[i] >= core_.num_devices)
+        throw nb::value_error("devices: index out of range");
+  }
+  void check_priorities(const In<i64>& priorities, std::size_t rows) const {
+    if (priorities.size() != rows * core_.num_tasks) throw nb::value_error("priorities: wrong size");
+  }
+
+  Core core_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Fast simulator, equal to devplace.simulate.reference.";
+  nb::class_<Kernel>(m, "Kernel")
+      .def(nb::init<nb::object, nb::object>(), nb::arg("tasks"), nb::arg("wires"))
+      .def("priority", &Kernel::priority, nb::arg("device"))
+      .def("trace", &Kernel::trace, nb::arg("device"), nb::arg("priority"))
+      .def("evaluate", &Kernel::evaluate, nb::arg("devices"), nb::arg("priorities"),
+           nb::arg("track_memory"), nb::arg("threads"));
+}

@@ -1,0 +1,331 @@
+"""The arrays a simulator works on: tasks, tensors that travel, memory, links.
+
+Views are folded away: a tensor that travels (a *carrier*) is either an op's own output, or a view
+of a part of it. A view of the whole travels as its base. Read-only sources (inputs, constants,
+parameters that the step does not replace) are on every device that reads them from the start, so
+they are no tasks either: they only take memory. In shapes `N` is tasks, `T` carriers, `S` storages,
+`K` read-only sources, `D` devices, `G` colocation groups, `C` distinct link speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.cost import CostTable, transfer_ns
+from devplace.graph import OpGraph
+from devplace.machine import Machine
+from devplace.machine.machine import channels_of
+from devplace.units import NS_PER_S
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+INT64_MAX = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class Tasks:
+    """What has to be done, whatever the machine.
+
+    Attributes:
+        task_op: Op index of each task. `[N]`
+        op_task: Task that owns each op's outputs, or -1 if they belong to a read-only source. `[V]`
+        op_const: Read-only source that owns each op's outputs, or -1. `[V]`
+        is_source: Whether a task is a source: there at time 0, taking no time. uint8 `[N]`
+        group: Colocation group. `[N]`
+        workspace_bytes: Held while a task runs. `[N]`
+        out_ptr: Carriers made by task v are `out_ptr[v]:out_ptr[v+1]`. `[N+1]`
+        carrier_tensor: Tensor id in the graph. `[T]`
+        carrier_bytes: Bytes that cross a link. `[T]`
+        carrier_storage: Storage it lies in. `[T]`
+        cons_ptr, cons: Consumers of each carrier, ascending. `[T+1]`, `[E]`
+        in_ptr, in_carrier: Carriers each task reads. `[N+1]`, `[E]`
+        storage_ptr: Storages made by task v are `storage_ptr[v]:storage_ptr[v+1]`. `[N+1]`
+        storage_bytes: `[S]`
+        storage_held: Whether it is kept to the end of the step (a result). uint8 `[S]`
+        const_op: Op index of each read-only source. `[K]`
+        const_bytes: `[K]`
+        const_ptr, const_user: Tasks that read it. `[K+1]`, `[..]`
+    """
+
+    task_op: I32
+    op_task: I32
+    op_const: I32
+    is_source: NDArray[np.uint8]
+    group: I32
+    workspace_bytes: I64
+    out_ptr: I32
+    carrier_tensor: I32
+    carrier_bytes: I64
+    carrier_storage: I32
+    cons_ptr: I32
+    cons: I32
+    in_ptr: I32
+    in_carrier: I32
+    storage_ptr: I32
+    storage_bytes: I64
+    storage_held: NDArray[np.uint8]
+    const_op: I32
+    const_bytes: I64
+    const_ptr: I32
+    const_user: I32
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return len(self.task_op)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of colocation groups."""
+        return int(self.group.max()) + 1 if len(self.group) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Wires:
+    """What the machine offers.
+
+    Attributes:
+        duration_ns: Time of each task on each device. `[N, D]`
+        transfer_ns: Time each carrier occupies a link of each speed. `[C, T]`
+        link_class: Speed of each ordered pair, -1 on the diagonal. `[D, D]`
+        latency_ns, send_ns, receive_ns: `[D, D]`
+        channel_ptr, channel: Channels of pair `d * D + e`. `[D*D+1]`, `[..]`
+        num_channels: Number of channels.
+        streams: Ops a device runs at once. `[D]`
+        limit_bytes: Memory a device may use. `[D]`
+        pool: Memory pool of each device, -1 for none. `[D]`
+        pool_limit_bytes: `[P]`
+    """
+
+    duration_ns: I64
+    transfer_ns: I64
+    link_class: I32
+    latency_ns: I64
+    send_ns: I64
+    receive_ns: I64
+    channel_ptr: I32
+    channel: I32
+    num_channels: int
+    streams: I32
+    limit_bytes: I64
+    pool: I32
+    pool_limit_bytes: I64
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """Tasks and wires of one problem."""
+
+    tasks: Tasks
+    wires: Wires
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return len(self.wires.streams)
+
+
+def pointers(lists: Iterable[Sequence[int]]) -> tuple[I32, I32]:
+    """Compressed rows of `lists`: offsets and concatenated values."""
+    rows = list(lists)
+    ptr = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=ptr[1:])
+    flat = np.fromiter((x for row in rows for x in row), np.int32, int(ptr[-1]))
+    return ptr, flat
+
+
+class _Folding:
+    """Which op owns each tensor's storage, and which tensor travels in its place."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        count = len(graph.tensors)
+        self.owner = [-1] * count
+        self.carrier = list(range(count))
+        self.storage = list(range(count))
+        size = [tensor.num_bytes for tensor in graph.tensors]
+        for index, op in enumerate(graph.ops):
+            for out in op.outputs:
+                if not op.is_view:
+                    self.owner[out] = index
+                    continue
+                base = op.alias_of
+                self.owner[out] = self.owner[base]
+                self.storage[out] = self.storage[base]
+                if size[out] >= size[self.carrier[base]]:
+                    self.carrier[out] = self.carrier[base]
+
+
+def build_tasks(graph: OpGraph) -> Tasks:
+    """Fold views and read-only sources away and lay the rest out as arrays."""
+    fold = _Folding(graph)
+    replaced = graph.replaced
+    is_const = [op.is_source and index not in replaced for index, op in enumerate(graph.ops)]
+    task_ops = [i for i, op in enumerate(graph.ops) if not op.is_view and not is_const[i]]
+    const_ops = [i for i, const in enumerate(is_const) if const]
+    task_of = {op: task for task, op in enumerate(task_ops)}
+    const_of = {op: const for const, op in enumerate(const_ops)}
+    op_owner = [fold.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
+
+    reads: list[list[int]] = []  # carriers (tensor ids) each task reads
+    const_users: list[list[int]] = [[] for _ in const_ops]
+    for task, index in enumerate(task_ops):
+        carriers = dict.fromkeys(fold.carrier[t] for t in graph.ops[index].inputs)
+        consts = {fold.owner[t] for t in carriers if fold.owner[t] in const_of}
+        for owner in consts:
+            const_users[const_of[owner]].append(task)
+        reads.append([t for t in carriers if fold.owner[t] in task_of])
+
+    travels = {t for row in reads for t in row}
+    made: list[list[int]] = [[] for _ in task_ops]
+    stores: list[list[int]] = [[] for _ in task_ops]
+    for tensor in range(len(graph.tensors)):
+        task_or_none = task_of.get(fold.owner[tensor])
+        if task_or_none is None:
+            continue
+        if fold.storage[tensor] == tensor:
+            stores[task_or_none].append(tensor)
+        if tensor in travels:
+            made[task_or_none].append(tensor)
+    carriers = [t for row in made for t in row]
+    storages = [t for row in stores for t in row]
+    carrier_id = {t: i for i, t in enumerate(carriers)}
+    storage_id = {t: i for i, t in enumerate(storages)}
+    consumers: list[list[int]] = [[] for _ in carriers]
+    for task, row in enumerate(reads):
+        for tensor in row:
+            consumers[carrier_id[tensor]].append(task)
+    held = np.zeros(len(storages), np.uint8)
+    for result in graph.results:
+        if fold.owner[result.tensor] in task_of:
+            held[storage_id[fold.storage[result.tensor]]] = 1
+
+    cons_ptr, cons = pointers(consumers)
+    in_ptr, in_carrier = pointers([[carrier_id[t] for t in row] for row in reads])
+    out_ptr, _ = pointers(made)
+    storage_ptr, _ = pointers(stores)
+    const_ptr, const_user = pointers(const_users)
+    size = np.array([t.num_bytes for t in graph.tensors], np.int64)
+    return Tasks(
+        task_op=np.array(task_ops, np.int32),
+        op_task=np.array([task_of.get(o, -1) for o in op_owner], np.int32),
+        op_const=np.array([const_of.get(o, -1) for o in op_owner], np.int32),
+        is_source=np.array([graph.ops[i].is_source for i in task_ops], np.uint8),
+        group=_groups(graph, fold, task_of),
+        workspace_bytes=np.array([graph.ops[i].workspace_bytes for i in task_ops], np.int64),
+        out_ptr=out_ptr,
+        carrier_tensor=np.array(carriers, np.int32),
+        carrier_bytes=size[carriers] if carriers else np.zeros(0, np.int64),
+        carrier_storage=np.array([storage_id[fold.storage[t]] for t in carriers], np.int32),
+        cons_ptr=cons_ptr,
+        cons=cons,
+        in_ptr=in_ptr,
+        in_carrier=in_carrier,
+        storage_ptr=storage_ptr,
+        storage_bytes=size[storages] if storages else np.zeros(0, np.int64),
+        storage_held=held,
+        const_op=np.array(const_ops, np.int32),
+        const_bytes=np.array(
+            [sum(graph.tensors[t].num_bytes for t in graph.ops[i].outputs) for i in const_ops],
+            np.int64,
+        ),
+        const_ptr=const_ptr,
+        const_user=const_user,
+    )
+
+
+def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
+    """Colocation: a source that is replaced sits with its state and with the ops that replace it."""
+    parent = list(range(len(task_of)))
+
+    def find(x: int) -> int:
+        while parent[x] != x:
+            parent[x] = parent[parent[x]]
+            x = parent[x]
+        return x
+
+    def join(a: int, b: int) -> None:
+        low, high = sorted((find(a), find(b)))
+        parent[high] = low
+
+    state_home: dict[str, int] = {}
+    for source, tensor in graph.replaced.items():
+        task = task_of[source]
+        if fold.owner[tensor] in task_of:
+            join(task, task_of[fold.owner[tensor]])
+        op = graph.ops[source]
+        if op.role in ("parameter", "state"):
+            home = parameter_name(op.name, op.role)
+            join(task, state_home.setdefault(home, task))
+    roots = {find(x): None for x in range(len(parent))}
+    number = {root: i for i, root in enumerate(roots)}
+    return np.array([number[find(x)] for x in range(len(parent))], np.int32)
+
+
+def parameter_name(source_name: str, role: str) -> str:
+    """Name of the parameter a source belongs to: state sources are named `parameter/slot`."""
+    return source_name.rpartition("/")[0] if role == "state" else source_name
+
+
+def build_wires(
+    tasks: Tasks, machine: Machine, costs: CostTable, limit_bytes: Sequence[int]
+) -> Wires:
+    """Price tasks and transfers on the machine."""
+    names = machine.device_names
+    count = len(names)
+    link_class = np.full((count, count), -1, np.int32)
+    latency, send, receive = (np.zeros((count, count), np.int64) for _ in range(3))
+    rates: dict[int, int] = {}
+    channels: dict[str, int] = {}
+    rows: list[list[int]] = []
+    for d, src in enumerate(names):
+        for e, dst in enumerate(names):
+            link = machine.path(src, dst) if d != e else None
+            if link is None:
+                rows.append([])
+                continue
+            link_class[d, e] = rates.setdefault(link.bytes_per_s, len(rates))
+            latency[d, e] = link.latency_ns
+            send[d, e], receive[d, e] = link.send_overhead_ns, link.receive_overhead_ns
+            rows.append([channels.setdefault(c, len(channels)) for c in channels_of(link)])
+    times = np.zeros((max(1, len(rates)), len(tasks.carrier_bytes)), np.int64)
+    for rate, row in rates.items():
+        times[row] = _transfer_times(tasks.carrier_bytes, rate)
+    channel_ptr, channel = pointers(rows)
+    pools = {pool.name: i for i, pool in enumerate(machine.pools)}
+    reserve = {name: 0 for name in pools}
+    for device in machine.devices:
+        if device.pool:
+            reserve[device.pool] += device.reserve_bytes
+    durations = costs.compute_ns[tasks.task_op]
+    durations[tasks.is_source.astype(bool)] = 0
+    return Wires(
+        duration_ns=np.ascontiguousarray(durations, np.int64),
+        transfer_ns=times,
+        link_class=link_class,
+        latency_ns=latency,
+        send_ns=send,
+        receive_ns=receive,
+        channel_ptr=channel_ptr,
+        channel=channel,
+        num_channels=len(channels),
+        streams=np.array([device.streams for device in machine.devices], np.int32),
+        limit_bytes=np.array(limit_bytes, np.int64),
+        pool=np.array([pools.get(device.pool, -1) for device in machine.devices], np.int32),
+        pool_limit_bytes=np.array(
+            [max(0, pool.memory_bytes - reserve[pool.name]) for pool in machine.pools], np.int64
+        ),
+    )
+
+
+def _transfer_times(num_bytes: I64, bytes_per_s: int) -> I64:
+    """`transfer_ns` of each size; exact where bytes * 10^9 exceeds 63 bits."""
+    if len(num_bytes) and int(num_bytes.max()) > INT64_MAX // NS_PER_S:
+        from devplace.machine import Link
+
+        link = Link(src="a", dst="b", bytes_per_s=bytes_per_s)
+        return np.array([transfer_ns(int(b), link) for b in num_bytes], np.int64)
+    return -(-(num_bytes * NS_PER_S) // bytes_per_s)

@@ -1,0 +1,27 @@
+"""Device names as people write them."""
+
+from __future__ import annotations
+
+import difflib
+
+from devplace.errors import ProblemError
+from devplace.machine import Machine
+
+
+def resolve_device(machine: Machine, name: str | int, where: str) -> str:
+    """The device a user means: its name, `cuda` or `cpu` when there is one, or a GPU's index.
+
+    Raises:
+        ProblemError: No such device; lists the known ones.
+    """
+    text = f"cuda:{name}" if isinstance(name, int) or str(name).isdigit() else str(name)
+    if text in machine.device_index:
+        return text
+    same = [device for device in machine.device_names if device.split(":")[0] == text]
+    if len(same) == 1:
+        return same[0]
+    close = difflib.get_close_matches(text, machine.device_names, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ProblemError(
+        f"Unknown device {name!r} in {where}.{hint} Known: {', '.join(machine.device_names)}."
+    )

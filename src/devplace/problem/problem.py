@@ -1,0 +1,244 @@
+"""A placement problem: graph, machine, costs and what the user demands. Immutable, checked once."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.cost import CostTable
+from devplace.errors import ProblemError
+from devplace.graph import Op, OpGraph
+from devplace.machine import Machine
+from devplace.problem.core import Core, build_tasks, build_wires
+from devplace.problem.names import resolve_device
+from devplace.problem.placement import Placement
+from devplace.units import parse_size
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Graph + machine + costs + limits, pins and excluded devices.
+
+    Attributes:
+        graph: What is computed.
+        machine: Where it may run.
+        costs: Time of each op on each device.
+        limits: Device name -> most bytes a step may use there (integer, or text such as `20GiB`).
+            Counted are parameters, optimizer state, activations, temporaries, inputs and receive
+            buffers; the device's own reserve is outside. The smaller of this and the device's
+            usable memory holds.
+        pins: Pattern -> device name. A pattern matches the module path (or a path above it), or
+            the op's name; `*` and `?` are wildcards. The first pattern that matches counts.
+        exclude: Names of devices that must not be used.
+        soft_pins: Drop pins that cannot hold (no kernel there) instead of refusing; each dropped
+            one is told in `notes`.
+
+    Raises:
+        ProblemError: Unknown device, unreadable limit, a pin that matches nothing or contradicts
+            another, an op that no device can run.
+    """
+
+    graph: OpGraph
+    machine: Machine
+    costs: CostTable
+    limits: Mapping[str, int | str] = field(default_factory=dict)
+    pins: Mapping[str, str] = field(default_factory=dict)
+    exclude: Sequence[str] = ()
+    soft_pins: bool = False
+
+    def __post_init__(self) -> None:
+        shape = (len(self.graph.ops), len(self.machine.devices))
+        if self.costs.compute_ns.shape != shape:
+            raise ProblemError(
+                f"Costs must have one row per op and one column per device: got shape "
+                f"{self.costs.compute_ns.shape}, expected {shape}. Price this graph on this machine."
+            )
+        if (self.costs.compute_ns < 0).any():
+            op, device = map(int, np.argwhere(self.costs.compute_ns < 0)[0])
+            raise ProblemError(
+                f"Costs must not be negative: {self.graph.ops[op].name!r} has "
+                f"{self.costs.compute_ns[op, device]} ns on {self.machine.device_names[device]}."
+            )
+        _ = self.core, self.allowed  # every demand is checked here, not later
+
+    @cached_property
+    def limit_bytes(self) -> tuple[int, ...]:
+        """Most bytes a step may use on each device."""
+        limit = [device.usable_bytes for device in self.machine.devices]
+        for name, value in self.limits.items():
+            index = self.machine.device_index[resolve_device(self.machine, name, "limits")]
+            limit[index] = min(limit[index], parse_size(value, f"Limit of {name}"))
+        return tuple(limit)
+
+    @cached_property
+    def core(self) -> Core:
+        """Tasks and wires for the simulator."""
+        tasks = build_tasks(self.graph)
+        return Core(tasks, build_wires(tasks, self.machine, self.costs, self.limit_bytes))
+
+    @cached_property
+    def usable_devices(self) -> tuple[int, ...]:
+        """Indices of the devices that are not excluded."""
+        banned = {resolve_device(self.machine, name, "exclude") for name in self.exclude}
+        usable = tuple(i for i, name in enumerate(self.machine.device_names) if name not in banned)
+        if not usable:
+            raise ProblemError("At least one device must be left: exclude names all of them.")
+        return usable
+
+    @cached_property
+    def _demands(self) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+        return _allowed_devices(self)
+
+    @property
+    def allowed(self) -> NDArray[np.bool_]:
+        """Devices each colocation group may go to. bool, shape `[G, D]`."""
+        return self._demands[0]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was softened or is worth knowing about the demands."""
+        return self._demands[1]
+
+    def expand(self, task_devices: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Device of every op from that of every task: views with their base, read-only sources
+        with their first reader.
+
+        Args:
+            task_devices: int32, shape `[N]`.
+
+        Returns:
+            int32, shape `[V]`.
+        """
+        tasks = self.core.tasks
+        devices = np.full(len(self.graph.ops), self.usable_devices[0], np.int32)
+        owned = tasks.op_task >= 0
+        devices[owned] = task_devices[tasks.op_task[owned]]
+        read = tasks.const_ptr[1:] > tasks.const_ptr[:-1]
+        home = np.full(len(tasks.const_op), self.usable_devices[0], np.int32)
+        home[read] = task_devices[tasks.const_user[tasks.const_ptr[:-1][read]]]
+        const = tasks.op_const >= 0
+        devices[const] = home[tasks.op_const[const]]
+        return devices
+
+    def task_devices(self, placement: Placement) -> NDArray[np.int32]:
+        """Device of every task, int32 `[N]`."""
+        devices = np.asarray(placement.devices)
+        count = len(self.graph.ops)
+        if devices.shape != (count,):
+            raise ProblemError(f"A placement needs {count} devices, one per op, got {devices.shape}.")
+        if len(devices) and not (0 <= devices.min() and devices.max() < len(self.machine.devices)):
+            raise ProblemError(
+                f"A placement has device indices 0 to {len(self.machine.devices) - 1}, "
+                f"got {devices.min()} to {devices.max()}."
+            )
+        return np.ascontiguousarray(devices[self.core.tasks.task_op], np.int32)
+
+    def violations(self, placement: Placement) -> list[str]:
+        """Which demands a placement breaks: colocation, pins, unsupported ops, excluded devices."""
+        tasks, devices = self.core.tasks, self.task_devices(placement)
+        first = np.full(tasks.num_groups, -1, np.int32)
+        found = []
+        for task, group in enumerate(tasks.group):
+            op, device = self.graph.ops[tasks.task_op[task]], devices[task]
+            if first[group] < 0:
+                first[group] = device
+            elif first[group] != device:
+                found.append(f"{op.name!r} must sit with its colocation group")
+            if not self.allowed[group, device]:
+                found.append(f"{op.name!r} may not go to {self.machine.device_names[device]}")
+        return found
+
+
+def matches(pattern: str, op: Op) -> bool:
+    """Whether a pin pattern names this op: by its module path, a path above it, or its name.
+
+    Example:
+        >>> op = Op(name="mm_3", target="aten.mm.default", module="encoder.layers.0.fc")
+        >>> [matches(p, op) for p in ("encoder", "encoder.*", "enc", "*.fc", "mm_3", "")]
+        [True, True, False, True, True, True]
+    """
+    if pattern == "" or fnmatch.fnmatchcase(op.name, pattern):
+        return True
+    path = op.module
+    while path:
+        if fnmatch.fnmatchcase(path, pattern):
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def _allowed_devices(problem: Problem) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+    machine, tasks = problem.machine, problem.core.tasks
+    usable = np.zeros(len(machine.devices), bool)
+    usable[list(problem.usable_devices)] = True
+    allowed = np.tile(usable, (tasks.num_groups, 1))
+    _apply_support(problem, allowed)
+    notes = _apply_pins(problem, allowed)
+    return allowed, notes
+
+
+def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:
+    tasks = problem.core.tasks
+    for index, device in enumerate(problem.machine.devices):
+        for pattern in device.unsupported_ops:
+            for task, op_index in enumerate(tasks.task_op):
+                if fnmatch.fnmatchcase(problem.graph.ops[op_index].target, pattern):
+                    allowed[tasks.group[task], index] = False
+    stuck = np.flatnonzero(~allowed.any(axis=1))
+    if len(stuck):
+        op = problem.graph.ops[tasks.task_op[np.flatnonzero(tasks.group == stuck[0])[0]]]
+        raise ProblemError(
+            f"Every op needs a device that can run it: {op.name!r} ({op.target}) has none among "
+            f"the usable ones. Allow another device or machine."
+        )
+
+
+def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]:
+    graph, machine, tasks = problem.graph, problem.machine, problem.core.tasks
+    pinned_by: dict[int, tuple[str, int]] = {}
+    used: set[str] = set()
+    notes: list[str] = []
+    targets = {
+        pattern: machine.device_index[resolve_device(machine, name, f"pin {pattern!r}")]
+        for pattern, name in problem.pins.items()
+    }
+    for task, op_index in enumerate(tasks.task_op if targets else ()):
+        op, group = graph.ops[op_index], int(tasks.group[task])
+        pattern = next((p for p in targets if matches(p, op)), None)
+        if pattern is None:
+            continue
+        used.add(pattern)
+        device = targets[pattern]
+        previous = pinned_by.setdefault(group, (pattern, device))
+        if previous[1] != device:
+            raise ProblemError(
+                f"Pins must not part what belongs together: {op.name!r} is pinned to "
+                f"{machine.device_names[device]} by {pattern!r}, but its colocation group to "
+                f"{machine.device_names[previous[1]]} by {previous[0]!r}. Change one of them."
+            )
+        if allowed[group, device]:
+            allowed[group] = False
+            allowed[group, device] = True
+        elif problem.soft_pins:
+            notes.append(
+                f"pin {pattern!r} dropped for {op.name!r}: {op.target} cannot run on "
+                f"{machine.device_names[device]}"
+            )
+        else:
+            raise ProblemError(
+                f"A pin must name a device that can run the op: {op.name!r} ({op.target}) cannot "
+                f"run on {machine.device_names[device]}. Remove pin {pattern!r} or allow soft pins."
+            )
+    unused = [pattern for pattern in targets if pattern not in used]
+    if unused:
+        modules = sorted({op.module.split(".")[0] for op in graph.ops if op.module})
+        raise ProblemError(
+            f"Every pin must match something: {unused[0]!r} matches no module or op. "
+            f"Top-level modules: {', '.join(modules[:20]) or 'none'}."
+        )
+    return tuple(dict.fromkeys(notes))

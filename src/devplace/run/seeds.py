@@ -1,0 +1,56 @@
+"""Seeds of random ops: a function of the user's seed, the step and the op, never of the placement."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_MASK = (1 << 64) - 1
+_default_generator_lock = threading.Lock()
+
+
+def op_seed(seed: int, step: int, position: int) -> int:
+    """Seed of the random op at `position` in trace order, in the 1-based step `step`.
+
+    Returns:
+        An integer in `[0, 2**63)`.
+
+    Source: Steele, Lea, Flood (2014), Fast splittable pseudorandom number generators,
+        doi:10.1145/2660193.2660195, the SplitMix64 finaliser, applied once per argument.
+    """
+    state = 0
+    for value in (seed, step, position):
+        state = (state + value + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def takes_generator(target: Any) -> bool:
+    """Whether an op's schema has a `generator` argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(arg.name == "generator" for arg in schema.arguments)
+
+
+def call_with_default_generator(
+    function: Callable[..., Any],
+    seed: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call an op that can only draw from torch's default CPU generator.
+
+    The generator is seeded for the call and put back afterwards, under a lock.
+    """
+    generator = torch.default_generator
+    with _default_generator_lock:
+        before = generator.get_state()
+        try:
+            generator.manual_seed(seed)
+            return function(*args, **kwargs)
+        finally:
+            generator.set_state(before)

@@ -1,0 +1,51 @@
+"""Threads that stay: one per logical device, and one for its copies."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+Job = Callable[[], None]
+
+
+class Workers:
+    """A fixed set of threads, each running the jobs put into its queue one after another.
+
+    Each runs torch ops single-threaded and without autograd. The number of threads that the
+    user's own thread works with is left as it was.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in names]
+        num_threads = torch.get_num_threads()
+        started = threading.Barrier(len(names) + 1)
+        for name, queue in zip(names, self.queues, strict=True):
+            args = (queue, started)
+            threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
+        started.wait()
+        # set_num_threads acts on the calling thread and on the default for threads yet to come.
+        torch.set_num_threads(num_threads)
+        self._finalizer = weakref.finalize(self, _end, self.queues)
+
+    def close(self) -> None:
+        """End the threads once they have done their present jobs."""
+        self._finalizer()
+
+
+def _end(queues: list[Any]) -> None:
+    for queue in queues:
+        queue.put(None)
+
+
+def _serve(queue: SimpleQueue[Job | None], started: threading.Barrier) -> None:
+    torch.set_num_threads(1)
+    started.wait()
+    with torch.no_grad():
+        while (job := queue.get()) is not None:
+            job()
+            del job

@@ -1,0 +1,148 @@
+"""Picks the native simulator, or the plain Python one where it was not built."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.problem import Core
+from devplace.simulate.reference import CoreTimeline, critical_path_priority, simulate_core
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+_log = logging.getLogger("devplace")
+_told = False
+
+
+class Scores:
+    """What a search needs to know of many placements.
+
+    Attributes:
+        makespan_ns: `[B]`
+        peak_bytes: `[B, D]`; zero when memory was not tracked.
+        pool_peak_bytes: `[B, P]`
+        transfer_bytes: Bytes that cross links. `[B]`
+    """
+
+    def __init__(self, makespan_ns: I64, peak_bytes: I64, pool_peak_bytes: I64, moved: I64) -> None:
+        self.makespan_ns = makespan_ns
+        self.peak_bytes = peak_bytes
+        self.pool_peak_bytes = pool_peak_bytes
+        self.transfer_bytes = moved
+
+
+class SimulatorKernel(Protocol):
+    """A simulator bound to one problem's arrays."""
+
+    def priority(self, device: I32) -> I64:
+        """Critical-path priority of each task. `[N]`"""
+        ...
+
+    def trace(self, device: I32, priority: I64) -> CoreTimeline:
+        """Simulate one placement in full."""
+        ...
+
+    def evaluate(
+        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
+    ) -> Scores:
+        """Simulate many placements. devices `[B, N]`; priorities `[B, N]`, `[N]` or None."""
+        ...
+
+
+def native_module() -> Any:
+    """The compiled module, or None. `DEVPLACE_NATIVE=0` switches it off."""
+    if os.environ.get("DEVPLACE_NATIVE", "1").strip().lower() in ("0", "false", "off", "no"):
+        return None
+    try:
+        from devplace.simulate import _native  # type: ignore[attr-defined]
+    except ImportError:
+        return None
+    return _native
+
+
+def make_kernel(core: Core) -> SimulatorKernel:
+    """The fastest simulator at hand for these arrays."""
+    global _told
+    native = native_module()
+    if native is not None:
+        return NativeKernel(native, core)
+    if not _told:
+        _told = True
+        _log.warning("native simulator not built: using the plain Python one, about 20x slower")
+    return ReferenceKernel(core)
+
+
+class ReferenceKernel:
+    """The plain Python simulator."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def priority(self, device: I32) -> I64:
+        """See `SimulatorKernel`."""
+        return critical_path_priority(self._core, device)
+
+    def trace(self, device: I32, priority: I64) -> CoreTimeline:
+        """See `SimulatorKernel`."""
+        return simulate_core(self._core, device, priority)
+
+    def evaluate(
+        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
+    ) -> Scores:
+        """See `SimulatorKernel`; `track_memory` and `threads` change nothing here."""
+        rows = np.atleast_2d(devices)
+        results = []
+        for index, device in enumerate(rows):
+            if priorities is None:
+                priority = self.priority(device)
+            else:
+                priority = priorities[index] if priorities.ndim == 2 else priorities
+            results.append(self.trace(device, priority))
+        carrier_bytes = self._core.tasks.carrier_bytes
+        return Scores(
+            np.array([r.makespan_ns for r in results], np.int64),
+            np.array([r.peak_bytes for r in results], np.int64).reshape(len(rows), -1),
+            np.array([r.pool_peak_bytes for r in results], np.int64).reshape(len(rows), -1),
+            np.array([carrier_bytes[r.transfers[:, 0]].sum() for r in results], np.int64),
+        )
+
+
+class NativeKernel:
+    """The compiled simulator; releases the GIL while it runs."""
+
+    def __init__(self, native: Any, core: Core) -> None:
+        self._kernel = native.Kernel(core.tasks, core.wires)
+        self._shape = (core.num_devices, len(core.wires.pool_limit_bytes))
+
+    def priority(self, device: I32) -> I64:
+        """See `SimulatorKernel`."""
+        return cast(I64, self._kernel.priority(np.ascontiguousarray(device, np.int32)))
+
+    def trace(self, device: I32, priority: I64) -> CoreTimeline:
+        """See `SimulatorKernel`."""
+        return CoreTimeline(
+            *self._kernel.trace(
+                np.ascontiguousarray(device, np.int32), np.ascontiguousarray(priority, np.int64)
+            )
+        )
+
+    def evaluate(
+        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
+    ) -> Scores:
+        """See `SimulatorKernel`."""
+        rows = np.ascontiguousarray(np.atleast_2d(devices), np.int32)
+        given = np.zeros(0, np.int64) if priorities is None else priorities
+        makespan, peak, pool_peak, moved = self._kernel.evaluate(
+            rows, np.ascontiguousarray(given, np.int64), track_memory, threads
+        )
+        count, (num_devices, num_pools) = len(rows), self._shape
+        return Scores(
+            makespan,
+            peak.reshape(count, num_devices),
+            pool_peak.reshape(count, num_pools),
+            moved,
+        )

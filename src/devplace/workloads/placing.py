@@ -1,0 +1,91 @@
+"""Where a workload's tensors lie and which random numbers fill them."""
+# mypy: allow-any-generics
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from devplace.errors import InputError
+
+
+def parse_device(device: str) -> torch.device:
+    """The torch device of a name such as `meta`, `cpu`, `cuda:1`.
+
+    Raises:
+        InputError: torch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"Unknown device {device!r}. Use meta, cpu or cuda:0.") from error
+
+
+@contextmanager
+def seeded(seed: int, device: str | None) -> Iterator[None]:
+    """Draw from a CPU generator seeded with `seed`; new tensors go to `device` unless it is None.
+
+    The caller's random state comes back afterwards. Only the CPU's generator is touched, so an
+    accelerator is neither started nor reseeded.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if device is None:
+            yield
+        else:
+            with torch.device(device):
+                yield
+
+
+def move(
+    model: nn.Module, inputs: tuple[Any, ...], device: torch.device
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Model and inputs on `device`; tied parameters stay tied.
+
+    Raises:
+        InputError: The device is not there.
+    """
+    if device.type == "meta":
+        _to_meta(model)
+    elif device.type != "cpu":
+        try:
+            model = model.to(device)
+        except (AssertionError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"Device {device} cannot be used: {reason}") from error
+    moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+    return model, tuple(moved)
+
+
+def devices_of(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
+    """Types of the devices that hold a parameter, a buffer or an input."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tensors += [*model.parameters(), *model.buffers()]
+    return {tensor.device.type for tensor in tensors}
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Replace every tensor of the model by one without memory.
+
+    `Module.to("meta")` would make one new parameter per name and so untie tied weights.
+    """
+    made: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # keeps the ids in `made` from being reused
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is None or tensor.device.type == "meta":
+                    continue
+                if id(tensor) not in made:
+                    kept.append(tensor)
+                    empty = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    )
+                slots[name] = made[id(tensor)]

@@ -1,0 +1,227 @@
+"""Workloads of the user: a function in a Python file that returns model, inputs and loss."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from devplace.errors import InputError
+from devplace.workloads.workload import Workload, check_batch, check_size, did_you_mean
+
+_KEYWORDS = ("size", "batch", "device")
+_RETURNS = "Return (model, inputs, loss_fn): a torch.nn.Module, a tuple of tensors, a function."
+
+
+def load(
+    spec: str,
+    size: str = "full",
+    batch: int | None = None,
+    device: str = "meta",
+    seed: int = 0,
+) -> Workload:
+    """Build a workload with a function of the user's.
+
+    The function returns `(model, inputs, loss_fn)` with `loss_fn(model, *inputs)` the scalar loss.
+    It may take any of the keywords `size`, `batch`, `device`. If it takes no `device` and `meta` is
+    asked for, it is called so that what it makes takes no memory; where that cannot work (it reads
+    values, say) it is called once more on the CPU. The file's folder is put on `sys.path`, as
+    `python file.py` would.
+
+    Args:
+        spec: `path/to/file.py:function`.
+        size: Passed on; refused if it is `small` and the function takes no `size`.
+        batch: Passed on if given; refused if the function takes no `batch`.
+        device: `meta`, or where model and inputs shall lie.
+        seed: Of torch's CPU generator while the function runs; the caller's state is restored.
+
+    Raises:
+        InputError: File or function is missing, its code raises (the message starts with
+            `file:line`), takes other arguments, or returns something else.
+    """
+    check_size(size)
+    check_batch(batch)
+    path, function_name = _split(spec)
+    from devplace.workloads.placing import parse_device
+
+    target = parse_device(device)
+    function = _function(_import(path), path, function_name)
+    accepted = _accepted(function, spec)
+    keywords: dict[str, Any] = {}
+    for key, value, unset in (("size", size, "full"), ("batch", batch, None)):
+        if key in accepted:
+            keywords[key] = value
+        elif value != unset:
+            raise InputError(
+                f"{spec} takes no `{key}`, but {key}={value} was asked for. "
+                f"Add the keyword `{key}` to the function, or leave it out."
+            )
+    if "device" in accepted:
+        keywords["device"] = device
+    result = _call(function, keywords, path, seed, target.type, "device" in accepted)
+    return _checked(spec, result, target)
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    """File and function of `file.py:function`; both are there as text, the file also on disk."""
+    file_text, separator, function_name = spec.rpartition(":")
+    if not separator or not function_name or not file_text:
+        file_text = spec.rstrip(":")
+        known = _functions_of(Path(file_text)) if Path(file_text).is_file() else []
+        hint = f" Functions there: {', '.join(known)}." if known else ""
+        raise InputError(f"{spec!r} names no function. Use file.py:function.{hint}")
+    path = Path(file_text)
+    if not path.is_file():
+        folder = path.parent
+        others = [other.name for other in folder.glob("*.py")] if folder.is_dir() else []
+        guess = did_you_mean(path.name, others)
+        raise InputError(f"There is no file {file_text!r} to take {function_name!r} from.{guess}")
+    return path, function_name
+
+
+def _functions_of(path: Path) -> list[str]:
+    """Names of the public top-level functions of a file, without running it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return []
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _import(path: Path) -> ModuleType:
+    """Run the user's file as a module of its own; a file that was loaded before is run again."""
+    resolved = path.resolve()
+    folder = str(resolved.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = f"devplace_user_{resolved.stem}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{str(path)!r} is not a Python file. Use file.py:function.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise _user_error(path, error, "importing it") from error
+    return module
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
+    """The function of that name, or the error that names the nearest one."""
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    known = _functions_of(path)
+    listed = f" Functions there: {', '.join(known)}." if known else " It defines no function."
+    what = "is not a function" if hasattr(module, name) else "is missing"
+    raise InputError(f"Function {name!r} {what} in {path}.{did_you_mean(name, known)}{listed}")
+
+
+def _accepted(function: Callable[..., Any], spec: str) -> set[str]:
+    """Which of size, batch, device the function takes; others without a default are refused."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        accepted = set(_KEYWORDS)
+    else:
+        accepted = {parameter.name for parameter in parameters} & set(_KEYWORDS)
+    for parameter in parameters:
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        is_needed = parameter.default is parameter.empty and not is_variadic
+        is_positional = parameter.kind is parameter.POSITIONAL_ONLY
+        if is_positional:
+            accepted.discard(parameter.name)
+        if is_needed and (is_positional or parameter.name not in accepted):
+            raise InputError(
+                f"{spec} needs the argument {parameter.name!r}, which devplace does not pass. "
+                f"Give it a default; passed by keyword, if taken: size, batch, device."
+            )
+    return accepted
+
+
+def _call(
+    function: Callable[..., Any],
+    keywords: dict[str, Any],
+    path: Path,
+    seed: int,
+    device_type: str,
+    takes_device: bool,
+) -> Any:
+    """What the function returns; on meta first without memory, then, should that fail, on CPU."""
+    from devplace.workloads.placing import seeded
+
+    attempts: list[str | None] = [None]
+    if device_type == "meta" and not takes_device:
+        attempts = ["meta", None]
+    for attempt in attempts:
+        try:
+            with seeded(seed, attempt):
+                return function(**keywords)
+        except (Exception, SystemExit) as error:
+            if attempt is None:
+                raise _user_error(path, error, f"calling {function.__name__}()") from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _checked(spec: str, result: Any, target: Any) -> Workload:
+    """The workload, if what the function returned can be one."""
+    import torch
+
+    from devplace.workloads.placing import devices_of, move
+
+    if isinstance(result, Workload):
+        result = (result.model, result.inputs, result.loss_fn)
+    if not isinstance(result, tuple) or len(result) != 3:
+        shape = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
+        raise InputError(f"{spec} returned {shape}, expected 3 values. {_RETURNS}")
+    model, inputs, loss_fn = result
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"{spec} returned {_kind(model)} as the model. {_RETURNS}")
+    if not isinstance(inputs, tuple | list):
+        raise InputError(f"{spec} returned {_kind(inputs)} as the inputs. {_RETURNS}")
+    if not callable(loss_fn):
+        raise InputError(f"{spec} returned {_kind(loss_fn)} as the loss function. {_RETURNS}")
+    model, inputs = move(model, tuple(inputs), target)
+    if target.type != "meta" and "meta" in devices_of(model, inputs):
+        raise InputError(
+            f"{spec} returned tensors on device meta, expected values on {target}. "
+            "Build the model on the `device` that is passed."
+        )
+    return Workload(spec, model, inputs, loss_fn)
+
+
+def _kind(value: Any) -> str:
+    """`a list`, `an int`, `None`, as a reader would say it."""
+    name = type(value).__name__
+    if value is None:
+        return "None"
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _user_error(path: Path, error: BaseException, doing: str) -> InputError:
+    """One line: the user's file and line, the exception and its text."""
+    line = 0
+    if isinstance(error, SyntaxError) and _same_file(error.filename, path):
+        line = error.lineno or 0
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _same_file(frame.filename, path):
+            line = frame.lineno or line
+    text = " ".join(str(error).split())
+    if isinstance(error, SystemExit):
+        text = f"it exits with {text or 0}"
+    where = f"{path}:{line}" if line else str(path)
+    return InputError(f"{where}: {type(error).__name__}: {text} (while {doing}).")
+
+
+def _same_file(name: str | None, path: Path) -> bool:
+    """Whether a frame's file is the user's."""
+    return name is not None and os.path.realpath(name) == os.path.realpath(path)

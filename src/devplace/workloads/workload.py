@@ -1,0 +1,52 @@
+"""The record every workload is handed over as, and the checks shared by built-in and user models."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from devplace.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+SIZES = ("full", "small")
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model with one batch and its loss: all that is needed to capture a training step.
+
+    Attributes:
+        name: As given on the command line (`resnet-50`, `train.py:build`).
+        model: `torch.nn.Module`, in training mode if built in; as its author left it otherwise.
+        inputs: Everything one step consumes, targets included; the first dimension is the batch.
+        loss_fn: `loss_fn(model, *inputs)` gives the scalar loss.
+    """
+
+    name: str
+    model: torch.nn.Module
+    inputs: tuple[Any, ...]
+    loss_fn: Callable[..., torch.Tensor]
+
+
+def check_size(size: str) -> None:
+    """Refuse a size that is not one of `SIZES`."""
+    if size not in SIZES:
+        raise InputError(f"Unknown size {size!r}.{did_you_mean(size, SIZES)} Use full or small.")
+
+
+def check_batch(batch: int | None) -> None:
+    """Refuse a batch that is not a positive integer."""
+    if batch is None:
+        return
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise InputError(f"batch must be a positive number of samples, got {batch!r}.")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the closest known word, else an empty text."""
+    close = difflib.get_close_matches(str(word).lower(), list(known), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,120 @@
+"""Random graphs, machines, placements and orders for property tests."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from devplace.cost import CostTable
+from devplace.graph import Op, OpGraph, StepResult, Tensor
+from devplace.machine import Device, Link, Machine, Pool
+from devplace.problem import Placement, Problem
+
+
+def random_graph(rng: np.random.Generator, num_ops: int) -> OpGraph:
+    """Sources (some replaced), multi-output ops, views of wholes and parts, results."""
+    ops: list[Op] = []
+    tensors: list[Tensor] = []
+    results: list[StepResult] = []
+
+    def add(name: str, count: int, size: int | None, **fields: object) -> Op:
+        outputs = tuple(range(len(tensors), len(tensors) + count))
+        for k in outputs:
+            num_bytes = int(rng.integers(0, 2000)) if size is None else size
+            tensors.append(Tensor(f"{name}:{k}", (num_bytes,), "uint8", num_bytes))
+        op = Op(name=name, target="t", outputs=outputs, **fields)  # type: ignore[arg-type]
+        ops.append(op)
+        return op
+
+    replaced = []
+    for k in range(int(rng.integers(1, 4))):
+        role = str(rng.choice(["parameter", "input", "buffer"]))
+        add(f"s{k}", 1, None, stage="source", role=role)
+        if role == "parameter":
+            replaced.append(k)
+    for k in range(num_ops):
+        reads = tuple(
+            sorted({int(t) for t in rng.integers(0, len(tensors), rng.integers(0, 4))})
+        )
+        if reads and rng.random() < 0.25:
+            base = reads[0]
+            whole = tensors[base].num_bytes
+            size = whole if rng.random() < 0.5 else whole // 2
+            add(f"v{k}", int(rng.integers(1, 3)), size, inputs=(base,), alias_of=base)
+        else:
+            add(
+                f"o{k}",
+                int(rng.integers(1, 3)),
+                None,
+                inputs=reads,
+                workspace_bytes=int(rng.integers(0, 500)),
+            )
+    own = [t for op in ops if not op.is_source and not op.is_view for t in op.outputs]
+    for source in replaced:
+        if own:
+            results.append(StepResult(f"s{source}", int(rng.choice(own)), "parameter", source))
+    if own:
+        results.append(StepResult("loss", int(rng.choice(own)), "loss"))
+    return OpGraph("random", tuple(ops), tuple(tensors), tuple(results))
+
+
+def random_machine(rng: np.random.Generator, num_devices: int) -> Machine:
+    """Unequal devices and links, shared channels, streams, overheads, a pool."""
+    with_pool = bool(rng.random() < 0.5)
+    devices = tuple(
+        Device(
+            name=f"gpu:{d}",
+            kind="gpu",
+            memory_bytes=int(rng.integers(1000, 100000)),
+            flops_per_s={"float32": 1},
+            bytes_per_s=1,
+            streams=int(rng.choice([1, 1, 2])),
+            pool="ram" if with_pool and d < 2 else "",
+        )
+        for d in range(num_devices)
+    )
+    links = tuple(
+        Link(
+            src=a.name,
+            dst=b.name,
+            bytes_per_s=int(rng.choice([10**9, 3 * 10**8, 7 * 10**9])),
+            latency_ns=int(rng.integers(0, 500)),
+            channels=(("bridge",) if rng.random() < 0.3 else ()) + ((f"{a.name}-up",)),
+            send_overhead_ns=int(rng.integers(0, 50)),
+            receive_overhead_ns=int(rng.integers(0, 50)),
+        )
+        for a in devices
+        for b in devices
+        if a != b
+    )
+    pools = (Pool(name="ram", memory_bytes=50000),) if with_pool else ()
+    return Machine("random", devices, links, pools)
+
+
+def random_problem(seed: int, num_ops: int = 30, num_devices: int = 3) -> Problem:
+    """A whole random problem; durations are small, so that ties are common."""
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, num_ops)
+    machine = random_machine(rng, num_devices)
+    compute = rng.integers(0, 400, (len(graph.ops), num_devices)) // 50 * 50
+    for index, op in enumerate(graph.ops):
+        if op.is_source or op.is_view:
+            compute[index] = 0
+    return Problem(graph, machine, CostTable(compute.astype(np.int64), "random"))
+
+
+def random_placement(problem: Problem, rng: np.random.Generator) -> Placement:
+    """Random devices (whole colocation groups), random priorities or none."""
+    tasks = problem.core.tasks
+    per_group = rng.integers(0, len(problem.machine.devices), tasks.num_groups)
+    devices = problem.expand(per_group[tasks.group].astype(np.int32))
+    priority = rng.integers(0, 20, len(problem.graph.ops)) if rng.random() < 0.5 else None
+    return Placement(devices, priority)
+
+
+problems = st.builds(
+    random_problem,
+    seed=st.integers(0, 2**32 - 1),
+    num_ops=st.integers(1, 40),
+    num_devices=st.integers(1, 4),
+)
