@@ -1,0 +1,203 @@
+"""The example batch: flattening, names, and cutting it into micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from devplace.errors import CaptureError
+
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+
+
+class _Record:
+    """Stand-in for a dataclass instance while it is flattened."""
+
+    def __init__(self, kind: type, fields: dict[str, Any]) -> None:
+        self.kind = kind
+        self.fields = fields
+
+
+def _flatten_record(record: _Record) -> tuple[list[Any], Any]:
+    return list(record.fields.values()), (record.kind, tuple(record.fields))
+
+
+def _flatten_record_with_keys(record: _Record) -> tuple[list[Any], Any]:
+    keys = [(pytree.GetAttrKey(n), v) for n, v in record.fields.items()]
+    return keys, (record.kind, tuple(record.fields))
+
+
+def _unflatten_record(values: Any, context: Any) -> Any:
+    kind, names = context
+    made = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+# Our own class only: registering the user's would clash with a later registration of theirs.
+pytree.register_pytree_node(
+    _Record,
+    _flatten_record,
+    _unflatten_record,
+    serialized_type_name="devplace.graph.capture.batch.Record",
+    flatten_with_keys_fn=_flatten_record_with_keys,
+)
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value) not in pytree.SUPPORTED_NODES
+    )
+
+
+def open_dataclasses(tree: Any) -> Any:
+    """Replace dataclass instances by nodes torch's pytree can flatten; unflattening restores them."""
+
+    def visit(leaf: Any) -> Any:
+        if not _is_plain_dataclass(leaf):
+            return leaf
+        fields = {f.name: open_dataclasses(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
+        return _Record(type(leaf), fields)
+
+    return pytree.tree_map(visit, tree, is_leaf=_is_plain_dataclass)
+
+
+def as_call(
+    example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of an example batch.
+
+    A tensor is one positional argument, a tuple or list are the positional ones, a dict the
+    keyword ones.
+
+    Raises:
+        CaptureError: `example_inputs` is something else, or a keyword is given twice.
+    """
+    extra = dict(example_kwargs or {})
+    if isinstance(example_inputs, Mapping) and type(example_inputs) is not torch.Tensor:
+        twice = sorted(set(example_inputs) & set(extra))
+        if twice:
+            raise CaptureError(f"Keyword inputs must be given once: {twice[0]!r} is in both.")
+        return (), {**example_inputs, **extra}
+    if isinstance(example_inputs, (tuple, list)) and not hasattr(example_inputs, "_fields"):
+        return tuple(example_inputs), extra
+    return (example_inputs,), extra
+
+
+def flatten_batch(
+    example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[Any], Any]:
+    """Flatten a batch as capture does: leaves, and the torch pytree spec of `(args, kwargs)`.
+
+    Raises:
+        CaptureError: A leaf is a container torch's pytree does not know.
+    """
+    leaves, spec = pytree.tree_flatten(open_dataclasses(as_call(example_inputs, example_kwargs)))
+    for leaf in leaves:
+        check_leaf(leaf, "Inputs")
+    return leaves, spec
+
+
+def check_leaf(leaf: Any, what: str) -> None:
+    """Refuse a container that hides tensors from torch's pytree.
+
+    Raises:
+        CaptureError: Says how to register the class.
+    """
+    if isinstance(leaf, (torch.Tensor, *_PLAIN)):
+        return
+    inside = list(getattr(leaf, "__dict__", {}).values())
+    inside += [getattr(leaf, n, None) for n in getattr(type(leaf), "__slots__", ())]
+    found = pytree.tree_leaves(inside) + (list(leaf) if isinstance(leaf, (set, frozenset)) else [])
+    if any(isinstance(value, torch.Tensor) for value in found):
+        name = type(leaf).__name__
+        raise CaptureError(
+            f"{what} must be tensors in tuples, lists, dicts or dataclasses: {name!r} holds tensors "
+            f"but is unknown to torch. Register it: torch.utils._pytree.register_pytree_node({name}, "
+            f"lambda x: ([x.a, x.b], None), lambda values, _: {name}(*values))."
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A flattened example batch.
+
+    Attributes:
+        leaves: Tensors and constants.
+        spec: torch pytree spec of `(args, kwargs)`.
+        names: Name of each leaf, such as `0`, `1.mask`, `x`.
+        sizes: Rows per micro-batch; empty when there is one.
+        cut: Per leaf whether it is cut along dim 0.
+    """
+
+    leaves: list[Any]
+    spec: Any
+    names: list[str]
+    sizes: tuple[int, ...]
+    cut: tuple[bool, ...]
+
+    @property
+    def tensor_slots(self) -> list[int]:
+        """Indices of the leaves that are tensors."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def make_batch(
+    example_inputs: Any, example_kwargs: Mapping[str, Any] | None, micro_batches: int
+) -> Batch:
+    """Flatten the example inputs and decide how they are cut.
+
+    Raises:
+        CaptureError: Unknown containers, or more micro-batches than rows.
+    """
+    leaves, spec = flatten_batch(example_inputs, example_kwargs)
+    call = open_dataclasses(as_call(example_inputs, example_kwargs))
+    names = [_path_name(path) for path, _ in pytree.tree_flatten_with_path(call)[0]]
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+            raise CaptureError(f"Inputs must be dense: {name!r} is {leaf.layout}. Call to_dense().")
+    sizes, cut = _cuts(leaves, micro_batches)
+    return Batch(leaves, spec, names, sizes, cut)
+
+
+def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise CaptureError(f"micro_batches must be an integer of at least 1, got {micro_batches!r}.")
+    none = tuple(False for _ in leaves)
+    if micro_batches == 1:
+        return (), none
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim >= 1]
+    if not tensors:
+        raise CaptureError("micro_batches needs an input tensor with a batch dimension; none given.")
+    rows = tensors[0].shape[0]
+    if micro_batches > rows:
+        raise CaptureError(
+            f"A batch cannot be cut into more micro-batches than rows: {micro_batches} micro-batches, "
+            f"but the batch has {rows} rows. Use micro_batches <= {rows}."
+        )
+    small, larger = divmod(rows, micro_batches)
+    sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))
+    cut = tuple(
+        isinstance(t, torch.Tensor) and t.ndim >= 1 and t.shape[0] == rows for t in leaves
+    )
+    return sizes, cut
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    parts = []
+    for key in path[1:]:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    return ".".join(parts)

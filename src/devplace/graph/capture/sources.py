@@ -1,0 +1,169 @@
+"""Parameters and buffers of a model: their names, ties, and how fakes take their place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from devplace.errors import CaptureError
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Distinct parameters and buffers of a model, in `named_parameters`/`named_buffers` order.
+
+    Attributes:
+        parameters: First name -> parameter.
+        buffers: First name -> buffer.
+        shared: Other names of the same memory -> first name.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    shared: dict[str, str]
+
+
+def find_sources(model: torch.nn.Module) -> Sources:
+    """Collect parameters and buffers; tied ones once, found by identity and by storage.
+
+    Raises:
+        CaptureError: Uninitialised (lazy) parameters, or different parameters on one storage.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[int, str] = {}
+    by_storage: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
+    named: list[tuple[str, torch.Tensor, bool]] = [
+        (n, p, True) for n, p in model.named_parameters(remove_duplicate=False)
+    ]
+    named += [(n, b, False) for n, b in model.named_buffers(remove_duplicate=False)]
+    for name, tensor, is_parameter in named:
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            raise CaptureError(
+                f"Lazy parameters must be initialised before capture: {name!r} has no shape yet. "
+                f"Call the model once on an example batch."
+            )
+        if id(tensor) in first:
+            shared[name] = first[id(tensor)]
+            continue
+        twin = _twin(name, tensor, by_storage)
+        first[id(tensor)] = twin or name
+        if twin is not None:
+            shared[name] = twin
+        else:
+            (parameters if is_parameter else buffers)[name] = tensor
+    return Sources(parameters, buffers, shared)
+
+
+def _twin(
+    name: str, tensor: torch.Tensor, by_storage: dict[tuple[Any, ...], tuple[str, torch.Tensor]]
+) -> str | None:
+    """Name of an earlier tensor over exactly the same memory."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return None
+    storage = (tensor.untyped_storage()._cdata,)
+    other = by_storage.get(storage)
+    if other is None:
+        by_storage[storage] = (name, tensor)
+        return None
+    other_name, other_tensor = other
+    same = (
+        tensor.shape == other_tensor.shape
+        and tensor.stride() == other_tensor.stride()
+        and tensor.storage_offset() == other_tensor.storage_offset()
+        and tensor.dtype == other_tensor.dtype
+    )
+    if same and not (tensor.requires_grad and other_tensor.requires_grad):
+        return other_name
+    if not tensor.requires_grad and not other_tensor.requires_grad:
+        return None  # read-only views of one storage; a write is refused after tracing
+    raise CaptureError(
+        f"Trained parameters must own their memory: {name!r} and {other_name!r} are different "
+        f"tensors over one storage. Tie them by assigning the same Parameter object to both names, "
+        f"or clone one."
+    )
+
+
+@contextlib.contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Put back everything a forward pass may set on the modules: attributes, lists, dicts."""
+    saved: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        attributes = module.__dict__
+        saved.append((attributes, dict(attributes)))
+        saved.extend((v, v.copy()) for v in attributes.values() if type(v) in _CONTAINERS)
+    try:
+        yield
+    finally:
+        for container, old in reversed(saved):
+            _restore(container, old)
+
+
+def _restore(container: Any, old: Any) -> None:
+    if isinstance(container, list):
+        if len(container) != len(old) or any(a is not b for a, b in zip(container, old)):  # noqa: B905
+            container[:] = old
+    elif isinstance(container, set):
+        if container != old:
+            container.clear()
+            container.update(old)
+    elif container.keys() != old.keys() or any(container[k] is not v for k, v in old.items()):
+        container.clear()
+        container.update(old)
+
+
+class Slots:
+    """All places in a model that hold one of its sources, to put other tensors there."""
+
+    def __init__(self, model: torch.nn.Module, sources: Sources) -> None:
+        names = [*sources.parameters, *sources.buffers]
+        index = {n: i for i, n in enumerate(names)}
+        by_id = {id(t): index[n] for n, t in (sources.parameters | sources.buffers).items()}
+        for name, first in sources.shared.items():
+            by_id[id(_lookup(model, name))] = index[first]
+        self._places: list[list[tuple[Any, Any]]] = [[] for _ in names]
+        for module in model.modules():
+            for container in (module._parameters, module._buffers, *_attribute_containers(module)):
+                items = enumerate(container) if isinstance(container, list) else container.items()
+                for key, value in items:
+                    if isinstance(value, torch.Tensor) and id(value) in by_id:
+                        self._places[by_id[id(value)]].append((container, key))
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put the k-th tensor in every place of the k-th source."""
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for container, key in places:
+                container[key] = tensor
+
+    def get(self) -> list[torch.Tensor]:
+        """What is in the first place of each source now."""
+        return [places[0][0][places[0][1]] for places in self._places]
+
+
+def _attribute_containers(module: torch.nn.Module) -> list[Any]:
+    """Plain attributes that may hold parameters too, such as the `_flat_weights` of an LSTM."""
+    own = module.__dict__
+    skip = (module._parameters, module._buffers, module._modules)
+    inner = [
+        v
+        for v in own.values()
+        if type(v) in (list, dict) and v and not any(v is s for s in skip)
+    ]
+    return [own, *inner]
+
+
+def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    found = module._parameters.get(leaf)
+    tensor = found if found is not None else module._buffers[leaf]
+    assert tensor is not None
+    return tensor
