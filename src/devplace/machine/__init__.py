@@ -1,5 +1,48 @@
 """Where things run: devices, links, presets, machine files and detection."""
 
-from devplace.machine.machine import Device, Link, Machine, Pool
+from __future__ import annotations
 
-__all__ = ["Device", "Link", "Machine", "Pool"]
+from pathlib import Path
+
+from devplace.errors import MachineError
+from devplace.machine import presets, toml
+from devplace.machine.detect import detect
+from devplace.machine.machine import Device, Link, Machine, Pool, channels_of
+from devplace.machine.suggest import did_you_mean
+
+__all__ = [
+    "Device",
+    "Link",
+    "Machine",
+    "Pool",
+    "channels_of",
+    "detect",
+    "did_you_mean",
+    "load_machine",
+    "presets",
+    "toml",
+]
+
+
+def load_machine(name_or_path: str | Path) -> Machine:
+    """A machine by preset name, machine file or the word `detect`.
+
+    A text that ends in `.toml`, holds a path separator or names a file is read as a machine file.
+
+    Raises:
+        MachineError: Neither a preset nor a file, or a file with a wrong field.
+
+    Example:
+        >>> load_machine("cpux2").device_names
+        ('cpu:0', 'cpu:1')
+    """
+    text = str(name_or_path)
+    if text == "detect":
+        return detect()
+    looks_like_file = text.endswith(".toml") or "/" in text or "\\" in text
+    if looks_like_file or isinstance(name_or_path, Path) or Path(text).is_file():
+        return toml.load(text)
+    try:
+        return presets.get(text)
+    except MachineError as error:
+        raise MachineError(f"{error} Or give a machine file (.toml), or 'detect'.") from None

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from devplace.errors import MachineError
+from devplace.machine.suggest import did_you_mean
 
 DeviceKind = Literal["cpu", "gpu"]
 
@@ -122,6 +123,10 @@ class Machine:
     def _direct(self) -> dict[tuple[str, str], Link]:
         return {(link.src, link.dst): link for link in self.links if link.usable}
 
+    @cached_property
+    def _paths(self) -> dict[tuple[str, str], Link | None]:
+        return {}
+
     def path(self, src: str, dst: str) -> Link | None:
         """The link a transfer from `src` to `dst` uses: the direct one, else a staged one.
 
@@ -131,9 +136,12 @@ class Machine:
         Returns:
             None if there is no way with at most one stop.
         """
-        direct = self._direct.get((src, dst))
-        if direct is not None:
-            return direct
+        key = (src, dst)
+        if key not in self._paths:
+            self._paths[key] = self._direct.get(key) or self._staged_path(src, dst)
+        return self._paths[key]
+
+    def _staged_path(self, src: str, dst: str) -> Link | None:
         staged = [
             _staged(self._direct[src, mid], self._direct[mid, dst])
             for mid in sorted(self.device_names)
@@ -162,7 +170,9 @@ def _staged(first: Link, second: Link) -> Link:
 
 def _validate(machine: Machine) -> None:
     if not machine.devices:
-        raise MachineError(f"Machine {machine.name!r} has no devices. Add at least one [[devices]].")
+        raise MachineError(
+            f"Machine {machine.name!r} has no devices. Add at least one [[devices]]."
+        )
     names: set[str] = set()
     pools = {pool.name for pool in machine.pools}
     for device in machine.devices:
@@ -170,6 +180,10 @@ def _validate(machine: Machine) -> None:
             raise MachineError(f"Device names must be unique: {device.name!r} occurs twice.")
         names.add(device.name)
         _validate_device(device, pools)
+    if len(pools) != len(machine.pools):
+        raise MachineError(
+            f"Pool names must be unique, got {[pool.name for pool in machine.pools]}."
+        )
     for pool in machine.pools:
         _positive(pool.memory_bytes, f"Pool {pool.name!r}", "memory_bytes", "bytes")
     seen: set[tuple[str, str]] = set()
@@ -189,7 +203,9 @@ def _validate(machine: Machine) -> None:
 
 def _positive(value: float, owner: str, name: str, unit: str) -> None:
     if not value > 0 or value != value or value == float("inf"):
-        raise MachineError(f"{owner}: {name} must be positive, got {value} {unit}. Measure or set it.")
+        raise MachineError(
+            f"{owner}: {name} must be positive, got {value} {unit}. Measure or set it."
+        )
 
 
 def _not_negative(value: int, owner: str, name: str, unit: str) -> None:
@@ -201,6 +217,8 @@ def _validate_device(device: Device, pools: set[str]) -> None:
     owner = f"Device {device.name!r}"
     if not device.name:
         raise MachineError("Every device needs a name, such as 'cuda:0'.")
+    if device.kind not in ("cpu", "gpu"):
+        raise MachineError(f"{owner}: kind must be 'cpu' or 'gpu', got {device.kind!r}.")
     _positive(device.memory_bytes, owner, "memory_bytes", "bytes")
     _positive(device.bytes_per_s, owner, "bytes_per_s", "bytes/s")
     _positive(device.streams, owner, "streams", "")
@@ -211,14 +229,17 @@ def _validate_device(device: Device, pools: set[str]) -> None:
     for dtype, rate in device.flops_per_s.items():
         _positive(rate, owner, f"flops_per_s.{dtype}", "FLOP/s")
     if device.pool and device.pool not in pools:
-        raise MachineError(f"{owner}: pool {device.pool!r} is not one of {sorted(pools)}.")
+        hint = did_you_mean(device.pool, sorted(pools))
+        raise MachineError(f"{owner}: unknown pool {device.pool!r}.{hint} Known: {sorted(pools)}.")
 
 
 def _validate_link(link: Link, names: set[str]) -> None:
     owner = f"Link {link.src} -> {link.dst}"
     for end in (link.src, link.dst):
         if end not in names:
-            raise MachineError(f"{owner}: unknown device {end!r}. Known: {', '.join(sorted(names))}.")
+            known = ", ".join(sorted(names))
+            hint = did_you_mean(end, sorted(names))
+            raise MachineError(f"{owner}: unknown device {end!r}.{hint} Known: {known}.")
     if link.src == link.dst:
         raise MachineError(f"{owner}: a link must join two devices.")
     _positive(link.bytes_per_s, owner, "bytes_per_s", "bytes/s")

@@ -1,0 +1,164 @@
+"""How cards and hosts are joined: links, channels, and the sources of their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from devplace.machine.machine import Link
+
+GB = 10**9
+OVERHEAD_NS = 3_000
+OVERHEAD_SOURCE = (
+    "send_overhead_ns, receive_overhead_ns: 3 us each, derived: on 4 H200 the steps of NMT-4,"
+    " GNMT-4 and BERT-large measured 11-18 us of device time per transfer above a prediction without"
+    " overheads; latency explains about 5 us, the rest is shared by both ends."
+)
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of connection, the same in both directions.
+
+    Attributes:
+        gb_per_s: Bandwidth that copies reach, GB/s.
+        latency_ns: Latency of a small copy, ns.
+        source: Where the numbers come from.
+    """
+
+    gb_per_s: float
+    latency_ns: int
+    source: str
+
+    def link(self, src: str, dst: str, channels: tuple[str, ...] = (), lanes: int = 1) -> Link:
+        """One direction of `lanes` such connections side by side."""
+        return Link(
+            src=src,
+            dst=dst,
+            bytes_per_s=round(self.gb_per_s * lanes * GB),
+            latency_ns=self.latency_ns,
+            channels=channels,
+            send_overhead_ns=OVERHEAD_NS,
+            receive_overhead_ns=OVERHEAD_NS,
+        )
+
+
+_PCIE_LATENCY = " Latency 10 us assumed (a 1 KiB copy with its wait takes 12 us on an H200)."
+PCIE3_K40 = Wire(
+    gb_per_s=10.0,
+    latency_ns=10_000,
+    source="PCIe 3.0 x16: pinned copies at 10.0 GB/s each way, bandwidthTest on a Tesla K40m"
+    " (Microway, Tesla K40 up close)." + _PCIE_LATENCY,
+)
+PCIE3 = Wire(
+    gb_per_s=12.0,
+    latency_ns=10_000,
+    source="PCIe 3.0 x16: 15.75 GB/s by the standard, 12 assumed for copies." + _PCIE_LATENCY,
+)
+PCIE4 = Wire(
+    gb_per_s=25.0,
+    latency_ns=10_000,
+    source="PCIe 4.0 x16: 31.5 GB/s by the standard, 25 assumed for copies." + _PCIE_LATENCY,
+)
+PCIE4_GEFORCE = Wire(
+    gb_per_s=25.0,
+    latency_ns=12_000,
+    source="PCIe 4.0 x16: 31.5 GB/s by the standard, 25 assumed for copies. Latency 12 us: half of"
+    " the 24 us published between two RTX 4090 without peer access.",
+)
+PCIE4_X8 = Wire(
+    gb_per_s=12.5,
+    latency_ns=10_000,
+    source="PCIe 4.0 x8: 15.75 GB/s by the standard, 12.5 assumed for copies." + _PCIE_LATENCY,
+)
+PCIE5 = Wire(
+    gb_per_s=55.3,
+    latency_ns=10_000,
+    source="PCIe 5.0 x16: pinned copies at 55.3 GB/s each way, measured on an H200."
+    + _PCIE_LATENCY,
+)
+NVLINK1 = Wire(
+    gb_per_s=18.3,
+    latency_ns=8_000,
+    source="One NVLink 1 connection: 18.3 GB/s, p2pBandwidthLatencyTest on P100-SXM2 (Dell, Deep"
+    " Learning on V100). Latency 8 us assumed.",
+)
+NVLINK2 = Wire(
+    gb_per_s=23.9,
+    latency_ns=6_000,
+    source="NVLink 2: 47.9 GB/s over a pair of connections, p2pBandwidthLatencyTest on V100-SXM2"
+    " (Dell, Deep Learning on V100). Latency 6 us assumed.",
+)
+NVSWITCH_A100 = Wire(
+    gb_per_s=260.0,
+    latency_ns=5_000,
+    source="NVLink 3 through NVSwitch: 300 GB/s each way (NVIDIA, DGX A100 datasheet), times 0.87"
+    " as measured for NVLink 4. Latency 5 us assumed.",
+)
+NVSWITCH_HOPPER = Wire(
+    gb_per_s=389.0,
+    latency_ns=4_700,
+    source="NVLink 4 through NVSwitch: copies at 389 GB/s of 450, latency 4.7 us from a 1 KiB store"
+    " to the flag seen by the reader; both measured between H200 cards.",
+)
+
+# Connections between each pair in a DGX-1 with V100 (NVIDIA, DGX-1 System Architecture
+# whitepaper): six per card. Pairs not named have none.
+DGX1_V100 = {
+    **{(0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2},
+    **{(2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2},
+}
+# With P100: one connection to each card of the same half, one to the twin in the other half.
+DGX1_P100 = {
+    (a, b): 1
+    for a in range(8)
+    for b in range(a + 1, 8)
+    if a // 4 == b // 4 or b == a + 4
+}  # fmt: skip
+
+
+def host_links(wire: Wire, cards: Iterable[str], host: str = "cpu:0") -> tuple[Link, ...]:
+    """Each card to the host and back, on lanes of its own."""
+    return tuple(
+        link
+        for card in cards
+        for link in (
+            wire.link(host, card, (f"pcie-down:{card}",)),
+            wire.link(card, host, (f"pcie-up:{card}",)),
+        )
+    )
+
+
+def bridge_links(wire: Wire, cards: Iterable[str]) -> tuple[Link, ...]:
+    """Card to card through one host bridge: one such transfer at a time, on both cards' lanes."""
+    names = tuple(cards)
+    return tuple(
+        wire.link(src, dst, (f"pcie-up:{src}", "host-bridge", f"pcie-down:{dst}"))
+        for src in names
+        for dst in names
+        if src != dst
+    )
+
+
+def switch_links(wire: Wire, cards: Iterable[str]) -> tuple[Link, ...]:
+    """Every card to every card through a switch: limited by each card's own way out and in."""
+    names = tuple(cards)
+    return tuple(
+        wire.link(src, dst, (f"nvlink-out:{src}", f"nvlink-in:{dst}"))
+        for src in names
+        for dst in names
+        if src != dst
+    )
+
+
+def mesh_links(
+    wire: Wire, cards: Iterable[str], lanes: Mapping[tuple[int, int], int]
+) -> tuple[Link, ...]:
+    """Direct connections between pairs of cards, `lanes` of them per pair of indices."""
+    names = tuple(cards)
+    return tuple(
+        wire.link(src, dst, lanes=lanes[min(a, b), max(a, b)])
+        for a, src in enumerate(names)
+        for b, dst in enumerate(names)
+        if (min(a, b), max(a, b)) in lanes
+    )
