@@ -119,15 +119,25 @@ def _entry(name: str) -> tuple[str, str]:
 def _changed(name: str, settings: Any, changes: dict[str, Any]) -> Any:
     """The config with some fields replaced, each by a value of the same type."""
     known = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    for key, value in changes.items():
+    for key in changes:
         if key not in known:
             raise InputError(
                 f"Workload {name} has no setting {key!r}.{did_you_mean(key, known)} "
                 f"Settings: {', '.join(known)}."
             )
-        if type(value) is not type(known[key]):
-            kind = type(known[key]).__name__
-            raise InputError(f"{key} of workload {name} must be of type {kind}, got {value!r}.")
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            raise InputError(f"{key} of workload {name} must be at least 1, got {value}.")
-    return dataclasses.replace(settings, **changes)
+    checked = {key: _value(name, key, changes[key], known[key]) for key in changes}
+    return dataclasses.replace(settings, **checked)
+
+
+def _value(name: str, key: str, value: Any, present: Any) -> Any:
+    """A setting's new value, of the present one's type and in range."""
+    if type(present) is float and type(value) is int:
+        value = float(value)
+    if type(value) is not type(present):
+        kind = type(present).__name__
+        raise InputError(f"{key} of workload {name} must be of type {kind}, got {value!r}.")
+    if type(value) is int and value < 1:
+        raise InputError(f"{key} of workload {name} must be at least 1, got {value}.")
+    if key == "dropout" and not 0.0 <= value < 1.0:
+        raise InputError(f"{key} of workload {name} must be from 0 to below 1, got {value}.")
+    return value

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from devplace.errors import InputError
 from devplace.workloads.common import Built, random_ids, random_images
 
 AUXILIARY_WEIGHT = 0.4  # of the auxiliary loss: 0.3 in the paper, 0.4 in its released code
@@ -205,8 +206,34 @@ def inception_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels) + AUXILIARY_WEIGHT * F.cross_entropy(auxiliary, labels)
 
 
+def smallest_image(auxiliary_kernel: int) -> int:
+    """Height and width, pixels, below which the auxiliary head has nothing to convolve.
+
+    Example:
+        >>> smallest_image(5), smallest_image(1)
+        (299, 107)
+    """
+
+    def before(size: int, kernel: int = 3, stride: int = 2) -> int:
+        return (size - 1) * stride + kernel
+
+    middle = before(auxiliary_kernel, 5, 3)
+    stem_pool = before(before(middle))
+    return before(before(before(stem_pool, stride=1)) + 2)
+
+
 def build(config: InceptionConfig) -> Built:
     """Model, one random batch of images and labels, and the loss."""
+    smallest = smallest_image(config.auxiliary_kernel)
+    if config.image < smallest:
+        raise InputError(
+            f"image of inception-v3 is {config.image} pixels, expected at least {smallest} "
+            f"with auxiliary_kernel {config.auxiliary_kernel}. Raise image."
+        )
+    if 16 % config.width_divisor:
+        raise InputError(
+            f"width_divisor of inception-v3 must be 1, 2, 4, 8 or 16, got {config.width_divisor}."
+        )
     images = random_images(config.batch, config.image)
     labels = random_ids(config.classes, config.batch)
     return InceptionV3(config), (images, labels), inception_loss

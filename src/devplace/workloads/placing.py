@@ -1,5 +1,4 @@
 """Where a workload's tensors lie and which random numbers fill them."""
-# mypy: allow-any-generics
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ CONFIGS = {
     "resnet-50": {"full": ResNetConfig(), "small": _SMALL},
     "resnet-152": {
         "full": ResNetConfig(blocks=(3, 8, 36, 3)),
-        # 152 layers are kept in kind, not in number: 36 equal blocks only make capture slow.
-        "small": replace(_SMALL, blocks=(3, 8, 12, 3)),
+        "small": replace(_SMALL, blocks=(3, 8, 36, 3)),
     },
 }
 

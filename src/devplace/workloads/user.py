@@ -38,7 +38,8 @@ def load(
     Args:
         spec: `path/to/file.py:function`.
         size: Passed on; refused if it is `small` and the function takes no `size`.
-        batch: Passed on if given; refused if the function takes no `batch`.
+        batch: Passed on if given, else the function's default holds (None, if it has none);
+            refused if the function takes no `batch`.
         device: `meta`, or where model and inputs shall lie.
         seed: Of torch's CPU generator while the function runs; the caller's state is restored.
 
@@ -53,19 +54,16 @@ def load(
 
     target = parse_device(device)
     function = _function(_import(path), path, function_name)
-    accepted = _accepted(function, spec)
-    keywords: dict[str, Any] = {}
-    for key, value, unset in (("size", size, "full"), ("batch", batch, None)):
-        if key in accepted:
-            keywords[key] = value
-        elif value != unset:
+    taken = _taken(function, spec)
+    wanted = {"size": size, "batch": batch, "device": device}
+    keywords = {key: wanted[key] for key in taken if wanted[key] is not None or taken[key]}
+    for key, unset in (("size", "full"), ("batch", None)):
+        if key not in taken and wanted[key] != unset:
             raise InputError(
-                f"{spec} takes no `{key}`, but {key}={value} was asked for. "
+                f"{spec} takes no `{key}`, but {key}={wanted[key]} was asked for. "
                 f"Add the keyword `{key}` to the function, or leave it out."
             )
-    if "device" in accepted:
-        keywords["device"] = device
-    result = _call(function, keywords, path, seed, target.type, "device" in accepted)
+    result = _call(function, keywords, path, seed, target.type, "device" in taken)
     return _checked(spec, result, target)
 
 
@@ -118,7 +116,7 @@ def _import(path: Path) -> ModuleType:
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     """The function of that name, or the error that names the nearest one."""
-    found = getattr(module, name, None)
+    found: Callable[..., Any] | None = getattr(module, name, None)
     if callable(found):
         return found
     known = _functions_of(path)
@@ -127,25 +125,30 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     raise InputError(f"Function {name!r} {what} in {path}.{did_you_mean(name, known)}{listed}")
 
 
-def _accepted(function: Callable[..., Any], spec: str) -> set[str]:
-    """Which of size, batch, device the function takes; others without a default are refused."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        accepted = set(_KEYWORDS)
-    else:
-        accepted = {parameter.name for parameter in parameters} & set(_KEYWORDS)
+def _taken(function: Callable[..., Any], spec: str) -> dict[str, bool]:
+    """Which of size, batch, device the function takes -> whether it has no default for it.
+
+    Any other argument without a default is refused.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{spec} is not a Python function. Use file.py:function.") from error
+    taken: dict[str, bool] = {}
     for parameter in parameters:
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        is_needed = parameter.default is parameter.empty and not is_variadic
-        is_positional = parameter.kind is parameter.POSITIONAL_ONLY
-        if is_positional:
-            accepted.discard(parameter.name)
-        if is_needed and (is_positional or parameter.name not in accepted):
+        is_needed = parameter.default is parameter.empty
+        if parameter.kind is parameter.VAR_KEYWORD:
+            taken = dict.fromkeys(_KEYWORDS, False) | taken
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        elif parameter.name in _KEYWORDS and parameter.kind is not parameter.POSITIONAL_ONLY:
+            taken[parameter.name] = is_needed
+        elif is_needed:
             raise InputError(
                 f"{spec} needs the argument {parameter.name!r}, which devplace does not pass. "
-                f"Give it a default; passed by keyword, if taken: size, batch, device."
+                f"Give it a default; passed by keyword, if taken: {', '.join(_KEYWORDS)}."
             )
-    return accepted
+    return taken
 
 
 def _call(
@@ -168,7 +171,7 @@ def _call(
                 return function(**keywords)
         except (Exception, SystemExit) as error:
             if attempt is None:
-                raise _user_error(path, error, f"calling {function.__name__}()") from error
+                raise _user_error(path, error, f"calling {_name_of(function)}()") from error
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -190,13 +193,18 @@ def _checked(spec: str, result: Any, target: Any) -> Workload:
         raise InputError(f"{spec} returned {_kind(inputs)} as the inputs. {_RETURNS}")
     if not callable(loss_fn):
         raise InputError(f"{spec} returned {_kind(loss_fn)} as the loss function. {_RETURNS}")
-    model, inputs = move(model, tuple(inputs), target)
-    if target.type != "meta" and "meta" in devices_of(model, inputs):
+    if target.type != "meta" and "meta" in devices_of(model, tuple(inputs)):
         raise InputError(
             f"{spec} returned tensors on device meta, expected values on {target}. "
             "Build the model on the `device` that is passed."
         )
+    model, inputs = move(model, tuple(inputs), target)
     return Workload(spec, model, inputs, loss_fn)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Name of a function, or of the class of another callable."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _kind(value: Any) -> str:

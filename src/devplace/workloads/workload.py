@@ -1,4 +1,4 @@
-"""The record every workload is handed over as, and the checks shared by built-in and user models."""
+"""The record of a workload, and the checks that built-in and user models share."""
 
 from __future__ import annotations
 
