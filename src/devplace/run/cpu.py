@@ -1,10 +1,9 @@
-"""Logical CPU devices: one thread each, real copies between them, the same plan as on real devices."""
+"""Logical CPU devices: a thread each, real copies between them, the same plan as on real ones."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any

@@ -69,7 +69,7 @@ class Mailbox:
 def make_post(
     mailbox: Mailbox, transfers: Sequence[Transfer], queue: SimpleQueue[Any], failed: Any
 ) -> Callable[[int, Any], None]:
-    """The `post(transfer, value)` of one device: small copies at once, large ones on its copy thread."""
+    """Make the `post` of a device: small copies at once, large ones on its copy thread."""
 
     def post(index: int, value: Any) -> None:
         if transfers[index].num_bytes <= INLINE_BYTES:

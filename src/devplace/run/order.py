@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from devplace.errors import PlanError
 from devplace.graph import OpGraph
@@ -33,7 +34,7 @@ def check_order(
     _check_placement(graph, device_of_op, order, device_names)
     before: list[int] = [-1] * len(graph.ops)
     for ops in order:
-        for first, second in zip(ops, ops[1:], strict=False):
+        for first, second in pairwise(ops):
             before[second] = first
     stuck = _never_ready(order, before, dependencies)
     if stuck:
@@ -114,7 +115,9 @@ def _find_waiting_pair(
     stuck: set[int], before: Sequence[int], dependencies: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
     """A (producer, consumer) pair that lies on a cycle."""
-    op, path, position = min(stuck), [], {}
+    op = min(stuck)
+    path: list[int] = []
+    position: dict[int, int] = {}
     while op not in position:
         position[op] = len(path)
         path.append(op)

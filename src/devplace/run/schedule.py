@@ -1,4 +1,4 @@
-"""From a placement and an order to one instruction list per device; checked before anything runs."""
+"""From a placement and an order to one instruction list per device, checked beforehand."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class NodeFacts:
         self._tensor_of = program.tensor_of
         nodes = list(program.module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        self.op_of = {
+        self.op_of: dict[Any, int] = {
             node: binding.op for node, binding in zip(placeholders, program.bindings, strict=True)
         }
         calls = [node for node in nodes if node.op == "call_function"]
@@ -169,9 +169,9 @@ class NodeFacts:
         for arg in node.all_input_nodes:
             if self.op_of[arg] == self.op_of[node]:
                 return arg
-            if arg.name in self._tensor_of or arg.op == "placeholder":
-                if self.tensor_id(arg) == alias:
-                    return arg
+            has_tensor = arg.name in self._tensor_of or arg.op == "placeholder"
+            if has_tensor and self.tensor_id(arg) == alias:
+                return arg
         return node.all_input_nodes[0]
 
     def is_read_only(self, op: int) -> bool:
@@ -270,9 +270,7 @@ class _Lowering:
 
     def _finish(self) -> None:
         graph, facts = self.facts.graph, self.facts
-        for index, (result, node) in enumerate(
-            zip(graph.results, facts.result_nodes, strict=True)
-        ):
+        for index, (result, node) in enumerate(zip(graph.results, facts.result_nodes, strict=True)):
             home = facts.device(node)
             if result.replaces >= 0:
                 home = facts.device_of_op[result.replaces]

@@ -1,4 +1,4 @@
-"""Seeds of random ops: a function of the user's seed, the step and the op, never of the placement."""
+"""Seeds of random ops: made from the user's seed, the step and the op, never the placement."""
 
 from __future__ import annotations
 

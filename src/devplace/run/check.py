@@ -1,0 +1,248 @@
+"""Check that a placed step gives the same numbers as the unplaced one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from devplace.errors import VerificationError
+from devplace.graph import OpGraph
+from devplace.run.cpu import CpuExecutor
+from devplace.run.inputs import bind_inputs, bind_scalars
+from devplace.run.mailbox import CopyFunction
+from devplace.run.schedule import make_schedule
+from devplace.run.state import ModelState, invent
+from devplace.run.unplaced import run_unplaced
+
+# Largest |placed - unplaced| allowed, as a share of the tensor's largest magnitude. Other strides
+# after a copy can choose other matmul kernels; Adam amplifies rounding where gradients are near 0.
+LIMITS = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """How far one result of the placed step is from the unplaced one.
+
+    Attributes:
+        name: Name of the result.
+        role: What it is: loss, output, parameter, buffer or state.
+        step: 1-based checked step in which the error was largest.
+        error: Largest difference divided by the largest magnitude in the unplaced tensor; for
+            integers 0 or inf.
+        limit: What is allowed for its dtype.
+        is_bit_equal: Whether it was equal in every bit (NaN equals NaN) in every step.
+    """
+
+    name: str
+    role: str
+    step: int
+    error: float
+    limit: float
+    is_bit_equal: bool
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Outcome of a check that passed.
+
+    Attributes:
+        steps: Number of steps compared.
+        tensors: One entry per result of the graph.
+        num_transfers: Copies between devices per step.
+    """
+
+    steps: int
+    tensors: tuple[TensorError, ...]
+    num_transfers: int
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """Whether every result was equal in every bit in every step."""
+        return all(tensor.is_bit_equal for tensor in self.tensors)
+
+    @property
+    def worst(self) -> TensorError:
+        """The result with the largest error as a share of its limit."""
+        return max(self.tensors, key=_severity)
+
+
+def check(
+    graph: OpGraph,
+    model: Any,
+    optimizer: Any,
+    inputs: Sequence[Any],
+    device_of_op: Sequence[int],
+    order: Sequence[Sequence[int]],
+    device_names: Sequence[str],
+    steps: int = 3,
+    seed: int = 0,
+    kwargs: Mapping[str, Any] | None = None,
+    copy: CopyFunction | None = None,
+) -> CheckReport:
+    """Run the placed and the unplaced step side by side and compare everything they leave behind.
+
+    Both start from the model's values (made-up ones where it is on the meta device) and draw the
+    same random numbers. The unplaced step runs node by node in trace order on one thread. Passes
+    if no tensor is off by more than `LIMITS`; the report says whether all were equal bit for bit.
+    Model and optimizer are not changed.
+
+    Args:
+        graph: The captured step, with its program.
+        model: The model.
+        optimizer: Its optimizer, or None.
+        inputs: Positional part of a batch.
+        device_of_op: Device index per op, shape `[V]`.
+        order: Per device the indices of its ops in execution order.
+        device_names: Names of the devices, shape `[D]`.
+        steps: Number of steps, each continuing from the one before.
+        seed: Seed of the random ops.
+        kwargs: Named part of the batch.
+        copy: Makes the copy of a transferred tensor; default: a clone.
+
+    Raises:
+        VerificationError: A tensor is off by more than its limit; names the worst one.
+        PlanError: The order is incomplete or can never finish.
+    """
+    pair = _Pair(graph, model, optimizer, seed)
+    batch = _real_inputs(bind_inputs(graph, inputs, kwargs or {}), seed)
+    schedule = make_schedule(graph, device_of_op, order, device_names)
+    options: dict[str, Any] = {} if copy is None else {"copy": copy}
+    executor = CpuExecutor(schedule, seed, **options)
+    try:
+        errors = pair.compare_steps(executor, batch, steps)
+    finally:
+        executor.close()
+    report = CheckReport(steps, tuple(errors), len(schedule.transfers))
+    _raise_if_wrong(report)
+    return report
+
+
+class _Pair:
+    """The placed and the unplaced step, each continuing from its own results."""
+
+    def __init__(self, graph: OpGraph, model: Any, optimizer: Any, seed: int) -> None:
+        state = ModelState(graph, model, optimizer, invent_seed=seed)
+        self._graph = graph
+        self._seed = seed
+        self._groups = None if optimizer is None else optimizer.param_groups
+        self._done = state.steps_done()
+        self._sources = state.read()
+
+    def compare_steps(
+        self, executor: CpuExecutor, batch: dict[int, Any], steps: int
+    ) -> list[TensorError]:
+        """Largest error of every result over some steps."""
+        errors: list[TensorError] = []
+        for op, value in self._sources.items():
+            executor.put(op, value)
+        for step in range(1, steps + 1):
+            number = self._done + step
+            given = {**batch, **bind_scalars(self._graph, number, self._groups)}
+            found = self._run_placed(executor, given, number)
+            expected = self._run_unplaced(given, number)
+            errors = _worse(errors, _compare_all(self._graph, found, expected, step))
+        return errors
+
+    def _run_placed(self, executor: CpuExecutor, given: dict[int, Any], number: int) -> list[Any]:
+        for op, value in given.items():
+            executor.put(op, value)
+        kept = executor.step(number).results
+        return [
+            kept[index] if result.replaces < 0 else executor.get(result.replaces)
+            for index, result in enumerate(self._graph.results)
+        ]
+
+    def _run_unplaced(self, given: dict[int, Any], number: int) -> list[Any]:
+        self._sources.update(given)
+        with _one_thread():
+            expected = run_unplaced(self._graph, self._sources, self._seed, number)
+        for result, value in zip(self._graph.results, expected, strict=True):
+            if result.replaces >= 0:
+                self._sources[result.replaces] = value
+        return expected
+
+
+def compare(name: str, role: str, found: Any, expected: Any, step: int) -> TensorError:
+    """Compare one tensor of the placed step with that of the unplaced one."""
+    dtype = str(expected.dtype).removeprefix("torch.")
+    limit = LIMITS.get(dtype, 0.0)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return TensorError(name, role, step, float("inf"), limit, False)
+    found, expected = found.detach().cpu(), expected.detach().cpu()
+    if torch.equal(found, expected):
+        return TensorError(name, role, step, 0.0, limit, True)
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return TensorError(name, role, step, float("inf"), limit, False)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.to(wide), expected.to(wide)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if bool(same.all()):
+        return TensorError(name, role, step, 0.0, limit, True)
+    difference = (found - expected).abs()[~same]
+    finite = expected[expected.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    largest = float(difference.max())
+    error = largest / scale if scale > 0 and largest == largest else float("inf")
+    return TensorError(name, role, step, error, limit, False)
+
+
+def _compare_all(
+    graph: OpGraph, found: Sequence[Any], expected: Sequence[Any], step: int
+) -> list[TensorError]:
+    return [
+        compare(result.name, result.role, mine, theirs, step)
+        for result, mine, theirs in zip(graph.results, found, expected, strict=True)
+    ]
+
+
+def _severity(tensor: TensorError) -> float:
+    if tensor.error == 0:
+        return 0.0
+    return tensor.error / tensor.limit if tensor.limit > 0 else float("inf")
+
+
+def _worse(old: list[TensorError], new: list[TensorError]) -> list[TensorError]:
+    """Per tensor the worse of two comparisons; bit-equal only if both were."""
+    if not old:
+        return new
+    merged = []
+    for first, second in zip(old, new, strict=True):
+        keep = first if first.error >= second.error else second
+        equal = first.is_bit_equal and second.is_bit_equal
+        merged.append(TensorError(keep.name, keep.role, keep.step, keep.error, keep.limit, equal))
+    return merged
+
+
+def _raise_if_wrong(report: CheckReport) -> None:
+    wrong = [tensor for tensor in report.tensors if tensor.error > tensor.limit]
+    if not wrong:
+        return
+    worst = max(wrong, key=lambda tensor: (_severity(tensor), tensor.error))
+    raise VerificationError(
+        f"The placed step must give the numbers of the unplaced one: {worst.role} {worst.name!r} "
+        f"is off by {worst.error:.3g} of its largest value in step {worst.step}, allowed "
+        f"{worst.limit:.3g}; {len(wrong)} of {len(report.tensors)} results are wrong. Do not use "
+        "this plan; check the links between its devices and report the fault."
+    )
+
+
+def _real_inputs(batch: dict[int, Any], seed: int) -> dict[int, Any]:
+    return {
+        op: invent(value, "input", seed + op) if value.is_meta else value
+        for op, value in batch.items()
+    }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums over several threads round in another order than on a logical device's one thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,179 @@
+"""A placed step as something to call in a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from devplace.errors import InputError, PlanMismatchError
+from devplace.graph import OpGraph
+from devplace.run.cpu import CpuExecutor, StepOutcome
+from devplace.run.inputs import bind_inputs, bind_scalars
+from devplace.run.mailbox import CopyFunction
+from devplace.run.schedule import make_schedule
+from devplace.run.state import ModelState
+from devplace.run.timeline import MeasuredTimeline
+
+
+def compile_step(
+    model: Any,
+    optimizer: Any,
+    graph: OpGraph,
+    device_of_op: Sequence[int],
+    order: Sequence[Sequence[int]],
+    device_names: Sequence[str],
+    seed: int = 0,
+    copy: CopyFunction | None = None,
+    keeps_old_state: bool = True,
+) -> Step:
+    """Make a placed step callable on logical CPU devices.
+
+    Parameters, buffers and optimizer state are copied to their devices once; the model is not
+    touched until `Step.sync`.
+
+    Args:
+        model: The model the graph was captured from (or one just like it).
+        optimizer: Its optimizer, or None for inference.
+        graph: The captured step, with its program.
+        device_of_op: Device index per op; views sit with their base. Shape `[V]`.
+        order: Per device the indices of its ops (no sources, no views) in execution order.
+        device_names: Names of the devices, shape `[D]`.
+        seed: Fixes all random numbers, whatever the placement.
+        copy: Makes the copy of a transferred tensor; default: a clone.
+        keeps_old_state: Keep the state before a step until it has succeeded; if not, less memory
+            is used, but after an error the state must be loaded again.
+
+    Raises:
+        PlanError: The order is incomplete or can never finish.
+        PlanMismatchError: The model differs from the captured one.
+        InputError: The model has no values, or the graph no program.
+    """
+    if graph.program is None:
+        raise InputError(
+            f"Graph {graph.name!r} was read from a file and can only be planned. Capture the model "
+            "in this process to run it."
+        )
+    schedule = make_schedule(graph, device_of_op, order, device_names)
+    options: dict[str, Any] = {} if copy is None else {"copy": copy}
+    executor = CpuExecutor(schedule, seed, keeps_old_state=keeps_old_state, **options)
+    return Step(model, optimizer, graph, executor)
+
+
+class Step:
+    """A placed training step (or inference) of a model; call it with a batch.
+
+    Attributes:
+        executor: What runs it.
+        steps_done: Steps the optimizer has made, those before loading included.
+        timeline: Measured timeline of the last step that was called with `is_timed` set.
+        is_timed: Whether the next steps measure their timeline.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        graph: OpGraph,
+        executor: CpuExecutor,
+        invent_seed: int | None = None,
+    ) -> None:
+        self.executor = executor
+        self.steps_done = 0
+        self.is_timed = False
+        self.timeline: MeasuredTimeline | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._graph = graph
+        self._state = ModelState(graph, model, optimizer, invent_seed)
+        self.load()
+
+    def load(self) -> None:
+        """Read parameters, buffers and optimizer state from the model and optimizer again.
+
+        Raises:
+            PlanMismatchError: They differ in name, shape or dtype from the captured ones.
+            InputError: The model has no values.
+        """
+        values = self._state.read()
+        self.steps_done = self._state.steps_done()
+        for op, value in values.items():
+            self.executor.put(op, value)
+
+    def sync(self) -> None:
+        """Write parameters, buffers and optimizer state into the model and optimizer, in place.
+
+        Afterwards `state_dict()`, checkpoints and evaluation see the trained values.
+        """
+        self._state.write(self.executor.get, self.steps_done if self._is_training else 0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step.
+
+        Args:
+            args: Batch, as passed to capture.
+            kwargs: Named part of the batch.
+
+        Returns:
+            The loss (0-dimensional tensor) of a training step, or the model's output.
+
+        Raises:
+            InputError: A tensor of the batch has another shape or dtype than captured.
+            PlanMismatchError: The model is in another mode (train or eval) than captured.
+            ExecutionError: An op failed; the state is as before the step.
+        """
+        outcome = self.run(args, kwargs)
+        if not self._is_training:
+            return _rebuild_output(self._graph, outcome)
+        return next(
+            outcome.results[index]
+            for index, result in enumerate(self._graph.results)
+            if result.role == "loss"
+        )
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
+        """Run one step and return everything it gave, with the timeline if `is_timed`."""
+        self._check_mode()
+        number = self.steps_done + 1
+        groups = None if self._optimizer is None else self._optimizer.param_groups
+        values = bind_inputs(self._graph, args, kwargs)
+        values.update(bind_scalars(self._graph, number, groups))
+        for op, value in values.items():
+            self.executor.put(op, value)
+        outcome = self.executor.step(number, self.is_timed)
+        self.steps_done = number
+        if outcome.timeline is not None:
+            self.timeline = outcome.timeline
+        return outcome
+
+    def close(self) -> None:
+        """End the device threads. The step cannot be called any more."""
+        self.executor.close()
+
+    @property
+    def _is_training(self) -> bool:
+        return any(result.role == "loss" for result in self._graph.results)
+
+    def _check_mode(self) -> None:
+        captured = self._graph.program.training
+        if getattr(self._model, "training", captured) != captured:
+            now, then = ("eval", "train") if captured else ("train", "eval")
+            raise PlanMismatchError(
+                f"The model must be in the mode it was captured in: it is in {now} mode, the step "
+                f"was captured in {then} mode. Call model.{then}(), or capture again in {now} mode."
+            )
+
+
+def _rebuild_output(graph: OpGraph, outcome: StepOutcome) -> Any:
+    program = graph.program
+    outputs = [k for k, result in enumerate(graph.results) if result.role == "output"]
+    if program.output_spec is None:
+        values = [outcome.results[k] for k in outputs]
+        return values[0] if len(values) == 1 else values
+    leaves = [outcome.results[leaf] if _is_index(leaf) else leaf for leaf in program.output_leaves]
+    return pytree.tree_unflatten(leaves, program.output_spec)
+
+
+def _is_index(leaf: Any) -> bool:
+    return isinstance(leaf, int) and not isinstance(leaf, bool)

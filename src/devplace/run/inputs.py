@@ -1,0 +1,98 @@
+"""The batch of a step: flattened as at capture and checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from devplace.errors import InputError
+from devplace.graph import OpGraph
+from devplace.graph.capture.batch import flatten_batch
+
+
+def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    """Tensors of a batch by source op.
+
+    Args:
+        graph: The captured step.
+        args: Positional inputs of the step, nested as at capture.
+        kwargs: Named inputs of the step.
+
+    Raises:
+        InputError: Another nesting, or an input that is no tensor or has another shape or dtype
+            than captured; the message names it.
+    """
+    program = graph.program
+    leaves, spec = flatten_batch(tuple(args), _in_captured_order(kwargs, program.input_spec))
+    if program.input_spec is not None and spec != program.input_spec:
+        raise InputError(
+            f"Inputs must be nested as at capture: got {_describe(spec)}, expected "
+            f"{_describe(program.input_spec)}. Pass the batch as you did to capture."
+        )
+    values = {}
+    for binding in program.bindings:
+        if binding.kind == "input":
+            value = leaves[int(binding.slot)]
+            _check(graph, binding.op, binding.key, value)
+            values[binding.op] = value
+    return values
+
+
+def bind_scalars(
+    graph: OpGraph, step: int, param_groups: Sequence[Mapping[str, Any]] | None
+) -> dict[int, Any]:
+    """Zero-dimensional tensors of the step's scalars (learning rate ...) by source op.
+
+    Args:
+        graph: The captured step.
+        step: 1-based number of the step.
+        param_groups: The optimizer's present groups, read for learning rates.
+    """
+    bindings = [binding for binding in graph.program.bindings if binding.kind == "scalar"]
+    if not bindings:
+        return {}
+    numbers = graph.program.scalars(step, param_groups)
+    values = {}
+    for binding in bindings:
+        tensor = graph.tensors[graph.ops[binding.op].outputs[0]]
+        dtype = getattr(torch, tensor.dtype)
+        values[binding.op] = torch.full(tensor.shape, numbers[binding.key], dtype=dtype)
+    return values
+
+
+def _in_captured_order(kwargs: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+    """Named inputs may come in any order; torch's pytree keeps the order it finds."""
+    names = [] if spec is None else list(spec.children()[1].context or ())
+    if set(names) != set(kwargs):
+        return dict(kwargs)
+    return {name: kwargs[name] for name in names}
+
+
+def _check(graph: OpGraph, op: int, name: str, value: Any) -> None:
+    tensor = graph.tensors[graph.ops[op].outputs[0]]
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"Input {name!r} must be a tensor as at capture, got {type(value).__name__}."
+        )
+    shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    if shape != tensor.shape:
+        raise InputError(
+            f"Input {name!r} has shape {list(shape)}, the step was captured with "
+            f"{list(tensor.shape)}. Pad the batch (or drop the last one), or capture again."
+        )
+    if dtype != tensor.dtype:
+        raise InputError(
+            f"Input {name!r} has dtype {dtype}, the step was captured with {tensor.dtype}. "
+            f"Convert it with .to(torch.{tensor.dtype}), or capture again."
+        )
+
+
+def _describe(spec: Any) -> str:
+    args, kwargs = spec.children()[:2]
+    text = f"{args.num_children} positional"
+    names = kwargs.context or []
+    if names:
+        text += f" and named {', '.join(map(str, names))}"
+    return f"{text} ({spec.num_leaves} values in all)"

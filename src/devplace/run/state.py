@@ -1,0 +1,216 @@
+"""Values of parameters, buffers and optimizer state: read from the user's objects, written back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from devplace.errors import InputError, PlanMismatchError
+from devplace.graph import OpGraph
+from devplace.graph.program import Binding
+
+STORED_KINDS = ("parameter", "buffer", "state", "constant")
+
+
+class ModelState:
+    """The user's model and optimizer, seen through the bindings of a captured step.
+
+    Tied weights are one tensor under several names; it is read once and written in place, so they
+    stay tied.
+
+    Args:
+        graph: The captured step.
+        model: The user's model.
+        optimizer: The user's optimizer, or None for inference.
+        invent_seed: Seed of made-up values for tensors on the meta device; None refuses them.
+
+    Raises:
+        PlanMismatchError: A parameter or buffer is missing or has another shape or dtype.
+    """
+
+    def __init__(
+        self, graph: OpGraph, model: Any, optimizer: Any = None, invent_seed: int | None = None
+    ) -> None:
+        self._graph = graph
+        self._model = model
+        self._optimizer = optimizer
+        self._invent_seed = invent_seed
+
+    def read(self) -> dict[int, Any]:
+        """Present value per source op; optimizer state not created yet reads as zeros.
+
+        Returns:
+            Source op -> tensor (the user's own, not a copy), without inputs and scalars.
+
+        Raises:
+            PlanMismatchError: Something is missing or has another shape or dtype than captured.
+            InputError: A tensor is on the meta device, that is, has no values.
+        """
+        tensors = self._named_tensors()
+        values = {}
+        for binding in self._graph.program.bindings:
+            if binding.kind in STORED_KINDS:
+                value = self._value(binding, tensors)
+                self._check(binding, value)
+                values[binding.op] = self._real(binding, value)
+        return values
+
+    def steps_done(self) -> int:
+        """How many steps the optimizer has made, from its state; 0 if it has none.
+
+        Raises:
+            PlanMismatchError: Parameters of the step have made different numbers of steps.
+        """
+        if self._optimizer is None:
+            return 0
+        counts: dict[int, str] = {}
+        for name, parameter in self._updated():
+            state = self._optimizer.state.get(parameter, {})
+            if "step" in state:
+                counts.setdefault(int(state["step"]), name)
+            elif state:
+                counts.setdefault(1, name)
+        if len(counts) > 1:
+            (first, name), (second, other) = list(counts.items())[:2]
+            raise PlanMismatchError(
+                f"All parameters of a step must have made the same number of steps: {name!r} has "
+                f"made {first}, {other!r} {second}. Load a checkpoint of one run."
+            )
+        return next(iter(counts), 0)
+
+    def write(self, get: Callable[[int], Any], steps_done: int) -> None:
+        """Write updated values into model and optimizer, in place.
+
+        Args:
+            get: Source op -> its present value.
+            steps_done: How many steps the optimizer has made.
+        """
+        replaced = self._graph.replaced
+        tensors = self._named_tensors()
+        with torch.no_grad():
+            for binding in self._graph.program.bindings:
+                if binding.op not in replaced:
+                    continue
+                if binding.kind in ("parameter", "buffer"):
+                    tensors[binding.key].copy_(get(binding.op))
+                elif binding.kind == "state":
+                    state = self._optimizer.state[tensors[binding.key]]
+                    _put_state(state, str(binding.slot), get(binding.op), tensors[binding.key])
+            if self._optimizer is not None and steps_done > 0:
+                self._write_step_counts(steps_done)
+
+    def _named_tensors(self) -> dict[str, Any]:
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        named.update(self._model.named_buffers(remove_duplicate=False))
+        return named
+
+    def _updated(self) -> Iterator[tuple[str, Any]]:
+        named = self._named_tensors()
+        for binding in self._graph.program.bindings:
+            if binding.kind == "parameter" and binding.op in self._graph.replaced:
+                yield binding.key, named[binding.key]
+
+    def _write_step_counts(self, steps_done: int) -> None:
+        templates: dict[int, Any] = {}
+        group_of = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+        for _, parameter in self._updated():
+            group = group_of.get(parameter)
+            if group is None:
+                continue
+            if id(group) not in templates:
+                templates[id(group)] = _step_counter(self._optimizer, group)
+            template = templates[id(group)]
+            state = self._optimizer.state[parameter] if template is not None else {}
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(steps_done)
+            elif isinstance(template, torch.Tensor):
+                state["step"] = torch.full_like(template, steps_done)
+            elif template is not None:
+                state["step"] = steps_done
+
+    def _value(self, binding: Binding, tensors: dict[str, Any]) -> Any:
+        if binding.kind == "constant":
+            return binding.value
+        if binding.key not in tensors:
+            raise PlanMismatchError(
+                f"The model must have what the captured one had: {binding.kind} {binding.key!r} "
+                "is missing. Capture this model again."
+            )
+        owner = tensors[binding.key]
+        if binding.kind != "state":
+            return owner
+        state = {} if self._optimizer is None else self._optimizer.state.get(owner, {})
+        value = state.get(binding.slot)
+        return self._zeros(binding) if value is None else value
+
+    def _check(self, binding: Binding, value: Any) -> None:
+        tensor = self._graph.tensors[self._graph.ops[binding.op].outputs[0]]
+        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        if (shape, dtype) != (tensor.shape, tensor.dtype):
+            slot = f" {binding.slot!r} of" if binding.kind == "state" else ""
+            raise PlanMismatchError(
+                f"The model must have what the captured one had: {binding.kind}{slot} "
+                f"{binding.key!r} has shape {list(shape)} and dtype {dtype}, expected "
+                f"{list(tensor.shape)} and {tensor.dtype}. Capture this model again."
+            )
+
+    def _zeros(self, binding: Binding) -> Any:
+        tensor = self._graph.tensors[self._graph.ops[binding.op].outputs[0]]
+        return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+
+    def _real(self, binding: Binding, value: Any) -> Any:
+        if not value.is_meta:
+            return value
+        if self._invent_seed is None:
+            raise InputError(
+                f"To run, the model needs values: {binding.kind} {binding.key!r} is on the meta "
+                "device. Load weights (for example model.to_empty(device='cpu') and "
+                "load_state_dict) first, or only plan."
+            )
+        return invent(value, binding.kind, self._invent_seed + binding.op)
+
+
+def invent(tensor: Any, kind: str, seed: int) -> Any:
+    """Made-up values for a tensor without any, good for checking numbers and nothing else.
+
+    Matrices get variance 1 / fan-in, vectors and buffers values around 1 (so that variances are
+    positive), integers and optimizer state 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if not tensor.is_floating_point() or kind == "state":
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    values = torch.rand(tensor.shape, generator=generator, dtype=torch.float32)
+    if tensor.dim() >= 2 and kind == "parameter":
+        fan_in = tensor[0].numel()
+        values = (values - 0.5) * (12 / max(1, fan_in)) ** 0.5
+    else:
+        values = values + 0.5
+    return values.to(tensor.dtype)
+
+
+def _put_state(state: Any, slot: str, value: Any, parameter: Any) -> None:
+    present = state.get(slot)
+    if isinstance(present, torch.Tensor) and present.shape == value.shape:
+        present.copy_(value)
+    else:
+        state[slot] = value.detach().to(parameter.device, copy=True)
+
+
+def _step_counter(optimizer: Any, group: dict[str, Any]) -> Any:
+    """The `step` entry this optimizer makes for parameters of a group, or None if it has none.
+
+    torch's optimizers create their state in the first step and each in its own way, so one of the
+    same class makes a step on a scrap parameter.
+    """
+    scrap = torch.nn.Parameter(torch.zeros(1))
+    scrap.grad = torch.zeros(1)
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    try:
+        twin = type(optimizer)([{**settings, "params": [scrap]}])
+        with torch.enable_grad():
+            twin.step()
+    except TypeError:  # a class of the user's with another constructor
+        return None
+    return twin.state[scrap].get("step")

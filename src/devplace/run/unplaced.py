@@ -1,0 +1,58 @@
+"""The captured step on one device in trace order: what a placed step is compared with.
+
+It shares no code with the executors except seeds, so a fault there is not a fault here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from devplace.graph import OpGraph
+from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
+
+
+def run_unplaced(graph: OpGraph, sources: Mapping[int, Any], seed: int, step: int) -> list[Any]:
+    """Run the captured step node by node.
+
+    Args:
+        graph: The captured step.
+        sources: Value of every source op.
+        seed: Seed of the random ops.
+        step: 1-based number of the step.
+
+    Returns:
+        One value per result of the graph.
+    """
+    program = graph.program
+    bindings = iter(program.bindings)
+    position = {name: k for k, name in enumerate(program.random_ops)}
+    waiting = {node: len(node.users) for node in program.module.graph.nodes}
+    values: dict[Any, Any] = {}
+    with torch.no_grad():
+        for node in program.module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = sources[next(bindings).op]
+                continue
+            args = torch.fx.node.map_arg(node.args, values.__getitem__)
+            if node.op == "output":
+                return list(args[0])
+            kwargs = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
+            if node.name in position:
+                drawn_with = op_seed(seed, step, position[node.name])
+                values[node] = _draw(node.target, drawn_with, args, kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)
+            for arg in node.all_input_nodes:
+                waiting[arg] -= 1
+                if waiting[arg] == 0:
+                    del values[arg]
+    raise AssertionError("an FX graph ends with its output")
+
+
+def _draw(target: Any, seed: int, args: Any, kwargs: dict[str, Any]) -> Any:
+    if takes_generator(target):
+        return target(*args, **kwargs, generator=torch.Generator().manual_seed(seed))
+    return call_with_default_generator(target, seed, args, kwargs)
