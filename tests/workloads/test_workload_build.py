@@ -12,8 +12,8 @@ from devplace import workloads
 from devplace.errors import InputError
 
 # Millions of parameters. The vision and transformer figures are those of the papers or released
-# models (torchvision; BERT without its pooler, with the masked-word head). The recurrent ones are
-# worked out by hand from layers x 4h(inputs + h + 2) + vocabulary x h + ... .
+# models (torchvision; BERT without its pooler, with the masked-word head); the others follow from
+# the formulas in `test_recurrent_and_expert_parameters_follow_from_their_sizes`.
 PARAMETERS_M = {
     "inception-v3": 27.16,
     "resnet-50": 25.56,
@@ -72,6 +72,32 @@ def test_full_size_has_the_published_parameters(name: str) -> None:
     assert num_parameters(workload.model) / 1e6 == pytest.approx(PARAMETERS_M[name], rel=0.01)
     assert all(tensor.is_meta for tensor in [*workload.inputs, *workload.model.parameters()])
     assert workload.inputs[0].shape[0] == FULL_BATCH.get(name, workload.inputs[0].shape[0])
+
+
+def lstm(inputs: int, hidden: int) -> int:
+    """Parameters of a torch LSTM cell: four gates, two biases."""
+    return 4 * hidden * (inputs + hidden + 2)
+
+
+def test_recurrent_and_expert_parameters_follow_from_their_sizes() -> None:
+    """Layers, embeddings, attention, experts and output layers add up to the exact counts."""
+    h, v = 2048, 10_000
+    assert num_parameters(workloads.build("rnnlm").model) == 2 * v * h + v + 2 * lstm(h, h)
+    h, v = 1024, 32_000
+    attention, words = 2 * h * h + h, 2 * v * h
+    for layers in (2, 4, 8):
+        cells = (2 * layers - 1) * lstm(h, h) + lstm(2 * h, h)
+        expected = words + cells + attention + 2 * h * h + (h + 1) * v
+        assert num_parameters(workloads.build(f"nmt-{layers}").model) == expected
+    cells = 4 * lstm(h, h) + 5 * lstm(
+        2 * h, h
+    )  # wide: the second of the encoder, all of the decoder
+    expected = words + cells + attention + (2 * h + 1) * v
+    assert num_parameters(workloads.build("gnmt-4").model) == expected
+    d, f, v = 512, 2048, 32_000
+    expert = d * f + f + f * d + d
+    block = 4 * (d * d + d) + 4 * d + 8 * d + 8 * expert
+    assert num_parameters(workloads.build("moe").model) == v * d + 128 * d + 4 * block + (d + 1) * v
 
 
 @pytest.mark.parametrize("name", workloads.NAMES)

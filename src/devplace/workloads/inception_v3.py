@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from devplace.errors import InputError
 from devplace.workloads.common import Built, random_ids, random_images
 
-AUXILIARY_WEIGHT = 0.4  # of the auxiliary loss: 0.3 in the paper, 0.4 in its released code
+AUXILIARY_WEIGHT = 0.4  # of the auxiliary loss, as released with TensorFlow-Slim
 
 
 @dataclass(frozen=True)
