@@ -34,6 +34,13 @@ class Binding:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A leaf of the inputs or of the output that is not a tensor, such as an int or None."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class Program:
     """A captured step that can be run.
 
@@ -49,9 +56,11 @@ class Program:
             param_groups -> value of every scalar input (learning rate, bias corrections ...), as
             Python floats, exactly as torch.optim computes them on the host.
         random_ops: Names of FX nodes that draw random numbers, in trace order.
-        input_spec: torch pytree spec of `(args, kwargs)`, to flatten new batches.
+        input_spec: torch pytree spec of `(args, kwargs)`; `graph.capture.flatten_batch` flattens
+            new batches the same way.
+        input_constants: Leaf index -> value of the inputs that are not tensors; they are fixed.
         output_spec: torch pytree spec of the model's output (inference), else None.
-        output_leaves: For each leaf of the output: index into results, or a constant (non-tensor).
+        output_leaves: For each leaf of the output: index into results, or a `Constant`.
         training: Whether the model was in training mode at capture.
         buffers_shared: Other names of the same tensor (tied weights): name -> first name.
         device: torch device type of the capture (`cpu`, `cuda`).
@@ -64,6 +73,7 @@ class Program:
     scalars: Callable[[int, Sequence[Mapping[str, Any]] | None], dict[str, float]]
     random_ops: tuple[str, ...] = ()
     input_spec: Any = None
+    input_constants: Mapping[int, Any] = field(default_factory=dict)
     output_spec: Any = None
     output_leaves: tuple[Any, ...] = ()
     training: bool = True

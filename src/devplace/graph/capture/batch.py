@@ -160,7 +160,7 @@ def make_batch(
     """
     leaves, spec = flatten_batch(example_inputs, example_kwargs)
     call = open_dataclasses(as_call(example_inputs, example_kwargs))
-    names = [_path_name(path) for path, _ in pytree.tree_flatten_with_path(call)[0]]
+    names = [path_name(path) for path, _ in pytree.tree_flatten_with_path(call)[0]]
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
             raise CaptureError(f"Inputs must be dense: {name!r} is {leaf.layout}. Call to_dense().")
@@ -170,13 +170,17 @@ def make_batch(
 
 def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise CaptureError(f"micro_batches must be an integer of at least 1, got {micro_batches!r}.")
+        raise CaptureError(
+            f"micro_batches must be an integer of at least 1, got {micro_batches!r}."
+        )
     none = tuple(False for _ in leaves)
     if micro_batches == 1:
         return (), none
     tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim >= 1]
     if not tensors:
-        raise CaptureError("micro_batches needs an input tensor with a batch dimension; none given.")
+        raise CaptureError(
+            "micro_batches needs an input tensor with a batch dimension; none given."
+        )
     rows = tensors[0].shape[0]
     if micro_batches > rows:
         raise CaptureError(
@@ -185,13 +189,12 @@ def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple
         )
     small, larger = divmod(rows, micro_batches)
     sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))
-    cut = tuple(
-        isinstance(t, torch.Tensor) and t.ndim >= 1 and t.shape[0] == rows for t in leaves
-    )
+    cut = tuple(isinstance(t, torch.Tensor) and t.ndim >= 1 and t.shape[0] == rows for t in leaves)
     return sizes, cut
 
 
-def _path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: tuple[Any, ...]) -> str:
+    """Text of a pytree path, without its first key."""
     parts = []
     for key in path[1:]:
         for attribute in ("key", "idx", "name"):

@@ -69,7 +69,9 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         loss, weight = returned
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        got = (
+            f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        )
         raise CaptureError(
             f"The loss must be one number: loss_fn returned {got}. Return a scalar tensor, or a pair "
             f"(loss_sum, weight) of scalars."

@@ -153,9 +153,7 @@ def _attribute_containers(module: torch.nn.Module) -> list[Any]:
     own = module.__dict__
     skip = (module._parameters, module._buffers, module._modules)
     inner = [
-        v
-        for v in own.values()
-        if type(v) in (list, dict) and v and not any(v is s for s in skip)
+        v for v in own.values() if type(v) in (list, dict) and v and not any(v is s for s in skip)
     ]
     return [own, *inner]
 

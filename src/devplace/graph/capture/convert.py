@@ -1,0 +1,260 @@
+"""From the cleaned FX graph to the OpGraph and its Program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from devplace.errors import CaptureError
+from devplace.graph.capture.analysis import (
+    count_flops,
+    is_random,
+    mutates,
+    reads_rows_only,
+    view_bases,
+)
+from devplace.graph.capture.refuse import refuse_written_input
+from devplace.graph.capture.step import Input, Output, Step, source_name
+from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
+from devplace.graph.program import Binding, Constant, Program
+
+Node = torch.fx.Node
+
+
+def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
+    """Make every tensor attribute of the graph a placeholder; gives name and value in order."""
+    graph = gm.graph
+    last = [n for n in graph.nodes if n.op == "placeholder"]
+    by_value: dict[int, Node] = {}
+    constants: list[tuple[str, torch.Tensor]] = []
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(gm, node.target)
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"The step calls a sub-graph, which is not supported: {node.target}."
+            )
+        holder = by_value.get(id(value))
+        if holder is None:
+            if isinstance(value, FakeTensor):
+                raise CaptureError(
+                    "A tensor made outside the step has no value: it is fake. Create the model "
+                    "outside of FakeTensorMode."
+                )
+            anchor = last[-1] if last else next(iter(graph.nodes))
+            place = graph.inserting_after(anchor) if last else graph.inserting_before(anchor)
+            with place:
+                holder = graph.placeholder(f"constant_{len(constants)}")
+            holder.meta.update(val=value, tag=node.meta.get("tag"))
+            by_value[id(value)] = holder
+            last.append(holder)
+            constants.append((f"{len(constants)}", value.detach()))
+        node.replace_all_uses_with(holder)
+        graph.erase_node(node)
+    return constants
+
+
+def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list[Output]]:
+    """Remove unchanged results, then state and scalars nothing reads.
+
+    Raises:
+        CaptureError: The step changes one of its inputs in place.
+    """
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    kept: list[tuple[Node, Output]] = []
+    for node, described in zip(output.args[0], step.outputs, strict=True):
+        if described.replaces >= 0 and node is placeholders[described.replaces]:
+            continue
+        if described.role == "input":
+            tag = node.meta["tag"]
+            raise refuse_written_input(described.name, tag.module, tag.line)
+        kept.append((node, described))
+    output.args = ([node for node, _ in kept],)
+    inputs = []
+    renumbered = {-1: -1}
+    for index, (node, entry) in enumerate(zip(placeholders, step.inputs, strict=True)):
+        if not node.users and entry.kind in ("state", "scalar"):
+            gm.graph.erase_node(node)
+            continue
+        renumbered[index] = len(inputs)
+        inputs.append(entry)
+    outputs = [Output(o.role, o.name, renumbered[o.replaces]) for _, o in kept]
+    return inputs, outputs
+
+
+class _Builder:
+    """Collects ops and tensors while it walks the nodes."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.tensors: list[Tensor] = []
+        self.tensor_of: dict[str, int] = {}
+        self.op_of: dict[str, int] = {}
+        self.random: list[str] = []
+        self._names: set[str] = set()
+        self._parts: dict[str, dict[int, int]] = {}
+
+    def _unique(self, name: str) -> str:
+        while name in self._names:
+            name += "'"
+        self._names.add(name)
+        return name
+
+    def _tensor(self, name: str, value: torch.Tensor, base: int) -> int:
+        num_bytes = value.numel() * value.element_size()
+        if base >= 0:
+            num_bytes = min(num_bytes, self.tensors[base].num_bytes)
+        dtype = str(value.dtype).removeprefix("torch.")
+        self.tensors.append(Tensor(name, tuple(value.shape), dtype, num_bytes))
+        return len(self.tensors) - 1
+
+    def source(self, node: Node, entry: Input) -> None:
+        """Add a placeholder."""
+        name = self._unique(source_name(entry))
+        tensor = self._tensor(name, node.meta["val"], -1)
+        role: Role = entry.kind
+        module = entry.key.rpartition(".")[0] if role in ("parameter", "buffer", "state") else ""
+        self.op_of[node.name] = len(self.ops)
+        self.tensor_of[node.name] = tensor
+        self.ops.append(Op(name, "source", (), (tensor,), stage="source", role=role, module=module))
+
+    def call(self, node: Node) -> None:
+        """Add a call, or let a getitem name an output of its producer."""
+        if node.target is operator.getitem:
+            self._part(node)
+            return
+        if not isinstance(node.target, torch._ops.OpOverload) or mutates(node):
+            tag = node.meta["tag"]
+            raise CaptureError(
+                f"Op {node.target} of module {tag.module!r} ({tag.line}) cannot be placed: it writes "
+                f"its inputs or runs a sub-graph. Replace it by ordinary tensor operations."
+            )
+        inputs = tuple(dict.fromkeys(self.tensor_of[n.name] for n in node.all_input_nodes))
+        bases = view_bases(node)
+        base = self.tensor_of[bases[0].name] if bases else -1
+        name = self._unique(node.name)
+        outputs = self._outputs(node, name, base)
+        self.op_of[node.name] = len(self.ops)
+        self.ops.append(self._op(node, name, inputs, outputs, base))
+
+    def _outputs(self, node: Node, name: str, base: int) -> tuple[int, ...]:
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            self.tensor_of[node.name] = self._tensor(name, value, base)
+            return (self.tensor_of[node.name],)
+        parts = {
+            k: self._tensor(f"{name}:{k}", part, base)
+            for k, part in enumerate(value)
+            if isinstance(part, torch.Tensor)
+        }
+        self._parts[node.name] = parts
+        return tuple(parts.values())
+
+    def _part(self, node: Node) -> None:
+        producer, index = node.args
+        self.tensor_of[node.name] = self._parts[producer.name][index]  # type: ignore[union-attr,index]
+        self.op_of[node.name] = self.op_of[producer.name]  # type: ignore[union-attr]
+
+    def _op(
+        self, node: Node, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], base: int
+    ) -> Op:
+        tag = node.meta["tag"]
+        random = is_random(node)
+        if random:
+            self.random.append(node.name)
+        flops = read = written = 0
+        if base < 0:
+            flops = count_flops(node)
+            written = sum(self.tensors[t].num_bytes for t in outputs)
+            sizes = [self.tensors[t].num_bytes for t in inputs]
+            if reads_rows_only(node) and sizes:
+                sizes[0] = min(sizes[0], written)
+            read = sum(sizes)
+        return Op(
+            name=name,
+            target=str(node.target),
+            inputs=inputs,
+            outputs=outputs,
+            alias_of=base,
+            flops=flops,
+            bytes_read=read,
+            bytes_written=written,
+            stage=tag.stage,
+            module=tag.module,
+            call=tag.call,
+            source_line=tag.line,
+            micro_batch=tag.micro_batch,
+            is_random=random,
+        )
+
+
+def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str, Any]) -> OpGraph:
+    """Build the OpGraph with its Program from a functional graph."""
+    inputs, outputs = drop_unused(gm, step)
+    constants = bind_constants(gm)
+    entries = inputs + [Input("constant", key) for key, _ in constants]
+    values = [None] * len(inputs) + [value for _, value in constants]
+    builder = _Builder()
+    bindings: list[Binding] = []
+    results: list[StepResult] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            entry, value = entries[len(bindings)], values[len(bindings)]
+            bindings.append(Binding(len(builder.ops), entry.kind, entry.key, entry.slot, value))
+            builder.source(node, entry)
+        elif node.op == "call_function":
+            builder.call(node)
+        elif node.op == "output":
+            for kept, out in zip(node.args[0], outputs, strict=True):
+                replaces = bindings[out.replaces].op if out.replaces >= 0 else -1
+                label = builder.ops[replaces].name if replaces >= 0 else out.name
+                tensor = builder.tensor_of[kept.name]
+                results.append(StepResult(label, tensor, out.role, replaces))  # type: ignore[arg-type]
+    gm.graph.lint()
+    gm.recompile()
+    program = _program(gm, step, builder, bindings, meta)
+    return OpGraph(
+        name, tuple(builder.ops), tuple(builder.tensors), tuple(results), dict(meta), program
+    )
+
+
+def _program(
+    gm: torch.fx.GraphModule,
+    step: Step,
+    builder: _Builder,
+    bindings: list[Binding],
+    meta: Mapping[str, Any],
+) -> Program:
+    request = step.request
+    leaves = tuple(
+        value if kind == "result" else Constant(value) for kind, value in step.output_leaves
+    )
+    return Program(
+        module=gm,
+        bindings=tuple(bindings),
+        tensor_of=builder.tensor_of,
+        op_of=builder.op_of,
+        scalars=request.update.scalars if request.update else _no_scalars,
+        random_ops=tuple(builder.random),
+        input_spec=request.batch.spec,
+        input_constants={
+            i: leaf
+            for i, leaf in enumerate(request.batch.leaves)
+            if not isinstance(leaf, torch.Tensor)
+        },
+        output_spec=step.output_spec,
+        output_leaves=leaves,
+        training=bool(meta["training"]),
+        buffers_shared=dict(request.sources.shared),
+        device=request.device_type,
+    )
+
+
+def _no_scalars(step: int, param_groups: Any = None) -> dict[str, float]:
+    return {}

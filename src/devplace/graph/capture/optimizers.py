@@ -1,0 +1,279 @@
+"""torch.optim SGD, Adam and AdamW as functions of tensors.
+
+Each update follows the single-tensor path of torch.optim, except that everything which depends on
+the learning rate or on the step number enters as a 0-dim float64 tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from devplace.errors import CaptureError
+
+Scalars = Mapping[str, torch.Tensor]
+Updated = tuple[torch.Tensor, dict[str, torch.Tensor]]
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_SUPPORTED = "torch.optim.SGD, Adam and AdamW"
+_FIXED_OPTIONS = {
+    "sgd": ("dampening", "weight_decay", "nesterov", "maximize"),
+    "adam": ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+}
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How the parameters of one group are updated, from one starting step count.
+
+    Attributes:
+        kind: `sgd` or `adam`.
+        group: Index among the optimizer's param_groups.
+        start: Steps already taken when the step was captured.
+        options: Hyper-parameters at capture.
+    """
+
+    kind: str
+    group: int
+    start: int
+    options: Mapping[str, Any]
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of its scalars."""
+        return f"group{self.group}" + (f"@{self.start}" if self.start else "")
+
+    @property
+    def state_slots(self) -> tuple[str, ...]:
+        """Names in `optimizer.state[p]` of the tensors it keeps."""
+        if self.kind == "sgd":
+            return ("momentum_buffer",) if self.options["momentum"] != 0 else ()
+        extra = ("max_exp_avg_sq",) if self.options["amsgrad"] else ()
+        return ("exp_avg", "exp_avg_sq", *extra)
+
+    def scalars(self, step: int, options: Mapping[str, Any] | None = None) -> dict[str, float]:
+        """Value of each scalar at the 1-based `step` after capture, as torch.optim computes it.
+
+        Raises:
+            CaptureError: An option that is fixed in the graph has changed.
+        """
+        options = self.options if options is None else options
+        self._check_fixed(options)
+        lr = float(options["lr"])
+        values = _sgd_scalars if self.kind == "sgd" else _adam_scalars
+        named = values(lr, self.start + step, options)
+        return {f"{self.prefix}.{name}": value for name, value in named.items()}
+
+    def _check_fixed(self, options: Mapping[str, Any]) -> None:
+        for name in _FIXED_OPTIONS[self.kind]:
+            if options is not self.options and _plain(options.get(name)) != _plain(
+                self.options.get(name)
+            ):
+                raise CaptureError(
+                    f"Only the learning rate (and SGD's momentum) may change after capture: {name!r} "
+                    f"of parameter group {self.group} is {options.get(name)!r}, captured with "
+                    f"{self.options.get(name)!r}. Capture again."
+                )
+        if self.kind == "sgd" and (options["momentum"] != 0) != (self.options["momentum"] != 0):
+            raise CaptureError(
+                f"Momentum cannot be switched on or off after capture: group {self.group} has "
+                f"{options['momentum']!r}, captured with {self.options['momentum']!r}. Capture again."
+            )
+
+    def apply(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        scalars: Scalars,
+    ) -> Updated:
+        """New parameter and new state; nothing is written in place."""
+        named = {k.rpartition(".")[2]: v for k, v in scalars.items() if self._owns(k)}
+        if self.options["maximize"]:
+            grad = torch.neg(grad)
+        update = _sgd if self.kind == "sgd" else _adam
+        return update(param, grad, state, named, self.options)
+
+    def _owns(self, scalar: str) -> bool:
+        return scalar.rpartition(".")[0] == self.prefix
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(float(v) for v in value)
+    return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _sgd_scalars(lr: float, step: int, options: Mapping[str, Any]) -> dict[str, float]:
+    values = {"neg_lr": -lr}
+    if options["momentum"] != 0:
+        values["momentum"] = float(options["momentum"])
+        if options["dampening"] != 0:
+            values["grad_factor"] = 1.0 if step == 1 else 1.0 - float(options["dampening"])
+    return values
+
+
+def _adam_scalars(lr: float, step: int, options: Mapping[str, Any]) -> dict[str, float]:
+    beta1, beta2 = (float(b) for b in options["betas"])
+    values = {
+        "neg_step_size": -(lr / (1 - beta1**step)),
+        "bias_correction2_sqrt": (1 - beta2**step) ** 0.5,
+    }
+    if options["decoupled_weight_decay"] and options["weight_decay"] != 0:
+        values["decay"] = 1 - lr * float(options["weight_decay"])
+    return values
+
+
+def _exact(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """Apply with the scalar in full precision; the result has the dtype of the first tensor.
+
+    Kernels take Python scalars in float32 for 16-bit tensors, but 0-dim tensors in 16 bits.
+    """
+    dtype = tensors[0].dtype
+    wide = [t.float() if t.dtype in _LOW_PRECISION else t for t in tensors]
+    return function(*wide).to(dtype)
+
+
+def _sgd(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    scalars: Scalars,
+    options: Mapping[str, Any],
+) -> Updated:
+    new_state = {}
+    if options["weight_decay"] != 0:
+        grad = torch.add(grad, param, alpha=options["weight_decay"])
+    if options["momentum"] != 0:
+        added = grad
+        if "grad_factor" in scalars:
+            added = _exact(torch.mul, grad, scalars["grad_factor"])
+        buffer = _exact(torch.addcmul, added, state["momentum_buffer"], scalars["momentum"])
+        new_state["momentum_buffer"] = buffer
+        if options["nesterov"]:
+            grad = _exact(torch.addcmul, grad, buffer, scalars["momentum"])
+        else:
+            grad = buffer
+    return _exact(torch.addcmul, param, grad, scalars["neg_lr"]), new_state
+
+
+def _adam(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    scalars: Scalars,
+    options: Mapping[str, Any],
+) -> Updated:
+    beta1, beta2 = (float(b) for b in options["betas"])
+    if options["weight_decay"] != 0:
+        if options["decoupled_weight_decay"]:
+            param = _exact(torch.mul, param, scalars["decay"])
+        else:
+            grad = torch.add(grad, param, alpha=options["weight_decay"])
+    mean = torch.lerp(state["exp_avg"], grad, 1 - beta1)
+    square = torch.addcmul(state["exp_avg_sq"] * beta2, grad, grad, value=1 - beta2)
+    new_state = {"exp_avg": mean, "exp_avg_sq": square}
+    largest = square
+    if options["amsgrad"]:
+        largest = torch.maximum(state["max_exp_avg_sq"], square)
+        new_state["max_exp_avg_sq"] = largest
+    root = _exact(torch.div, largest.sqrt(), scalars["bias_correction2_sqrt"])
+    denominator = root + options["eps"]
+
+    def move(p: torch.Tensor, m: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        return torch.addcdiv(p, m * scalars["neg_step_size"], d)
+
+    return _exact(move, param, mean, denominator), new_state
+
+
+@dataclass(frozen=True)
+class Update:
+    """The whole optimizer: a rule for each parameter it trains.
+
+    Attributes:
+        kind: `SGD`, `Adam` or `AdamW`.
+        rules: Parameter name -> rule.
+    """
+
+    kind: str
+    rules: Mapping[str, UpdateRule]
+
+    def scalar_names(self, parameters: Sequence[str]) -> list[str]:
+        """Names of the scalars the update of these parameters needs, in a fixed order."""
+        names: dict[str, None] = {}
+        for parameter in parameters:
+            names |= dict.fromkeys(self.rules[parameter].scalars(1))
+        return list(names)
+
+    def scalars(
+        self, step: int, param_groups: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, float]:
+        """Value of every scalar at the 1-based step after capture.
+
+        Args:
+            step: Number of the step, 1 for the first one after capture.
+            param_groups: The optimizer's present groups (a scheduler may have changed them);
+                those at capture by default.
+
+        Raises:
+            CaptureError: Another number of groups, or a changed option that is fixed in the graph.
+        """
+        values: dict[str, float] = {}
+        count = 1 + max((r.group for r in self.rules.values()), default=-1)
+        if param_groups is not None and len(param_groups) < count:
+            raise CaptureError(
+                f"The optimizer must keep its parameter groups: captured {count}, now "
+                f"{len(param_groups)}. Capture again."
+            )
+        for rule in {(r.group, r.start): r for r in self.rules.values()}.values():
+            options = None if param_groups is None else param_groups[rule.group]
+            values.update(rule.scalars(step, options))
+        return values
+
+
+def make_update(
+    optimizer: Any, parameters: Mapping[str, torch.Tensor], aliases: Mapping[int, str]
+) -> Update:
+    """Read a torch optimizer; it is left as it is.
+
+    Args:
+        optimizer: An SGD, Adam or AdamW instance.
+        parameters: The model's parameters by name.
+        aliases: Name of each parameter by `id`.
+
+    Raises:
+        CaptureError: Another optimizer, or one over tensors which are not the model's parameters.
+    """
+    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
+    kind = kinds.get(type(optimizer))
+    if kind is None:
+        got = optimizer if isinstance(optimizer, (str, type)) else type(optimizer).__name__
+        raise CaptureError(
+            f"The optimizer must be an instance of {_SUPPORTED}, got {got!r}. Build one of these "
+            f"over model.parameters(), or capture without an optimizer."
+        )
+    rules: dict[str, UpdateRule] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        options = {k: _plain(v) for k, v in group.items() if k != "params"}
+        options.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+        for param in group["params"]:
+            name = aliases.get(id(param))
+            if name is None or name not in parameters:
+                raise CaptureError(
+                    f"The optimizer must train parameters of the model: a parameter of shape "
+                    f"{tuple(param.shape)} in group {index} is not in it. Build the optimizer from "
+                    f"this model's parameters (after wrapping or moving it)."
+                )
+            if param.is_complex():
+                raise CaptureError(f"Complex parameters are not supported: {name!r}. Freeze it.")
+            start = _steps_taken(optimizer.state.get(param, {}))
+            rules[name] = UpdateRule(kind, index, start, options)
+    return Update(type(optimizer).__name__, rules)
+
+
+def _steps_taken(state: Mapping[str, Any]) -> int:
+    if "step" in state:
+        return int(state["step"])
+    return 1 if state.get("momentum_buffer") is not None else 0

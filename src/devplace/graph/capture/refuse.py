@@ -1,0 +1,139 @@
+"""Turn what goes wrong during a trace into one sentence that names module and source line."""
+
+from __future__ import annotations
+
+import os
+import re
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from devplace.errors import CaptureError
+from devplace.graph.capture.tags import Tagger, is_user_file
+
+_WRAPPERS = {
+    "DataParallel": "Pass the module inside it (model.module).",
+    "DistributedDataParallel": "Pass the module inside it (model.module); devplace places it itself.",
+    "FullyShardedDataParallel": "Pass the unwrapped module; devplace places its parameters itself.",
+    "FSDPModule": "Pass the unsharded module; devplace places its parameters itself.",
+    "ScriptModule": "Pass the Python module it was scripted or traced from.",
+}
+_VALUE_READ = ("DataDependentOutputException", "GuardOnDataDependentSymNode")
+_SHAPE = "DynamicOutputShapeException"
+
+
+def unwrap(model: Any) -> torch.nn.Module:
+    """The module itself: that inside a torch.compile wrapper; other wrappers are refused.
+
+    Raises:
+        CaptureError: Not an `nn.Module`, or a wrapper such as DataParallel or a ScriptModule.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, torch.nn.Module):
+        model = inner
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(
+            f"The model must be a torch.nn.Module, got {type(model).__name__}. Wrap the function in "
+            f"a module."
+        )
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                where = f"module {name!r}" if name else "the model"
+                raise CaptureError(
+                    f"{kind.__name__} cannot be captured: {where} is one. {_WRAPPERS[kind.__name__]}"
+                )
+    return model
+
+
+def explain(error: Exception, tagger: Tagger) -> CaptureError:
+    """The error to raise instead of `error`, which a trace raised."""
+    if isinstance(error, CaptureError):
+        return error
+    module, line, owner = locate(error.__traceback__, tagger)
+    where = _where(module, line)
+    name, text = type(error).__name__, str(error)
+    if _SHAPE in name or "DynamicOutputShape" in text:
+        return CaptureError(
+            f"Shapes must not depend on values: {_op_name(text)} at {where} has an output whose size "
+            f"depends on the data. Use masks or torch.where instead of boolean indexing or nonzero."
+        )
+    if name in _VALUE_READ or "data-dependent" in text or "_local_scalar_dense" in text:
+        return CaptureError(_value_read(where, owner))
+    missing = re.search(r"([\w]+)[.:]{1,2}([\w]+)(\.\w+)?.*?(no fake impl|Meta)", text, re.DOTALL)
+    if name == "UnsupportedOperatorException" or (missing and "aten" not in missing.group(1)):
+        op = _op_name(text)
+        return CaptureError(
+            f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
+            f"Register one: @torch.library.register_fake({op!r})."
+        )
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return CaptureError(
+        f"The step failed while it was captured at {where}: {name}: {first} Check that it runs "
+        f"eagerly on the example inputs."
+    )
+
+
+def _value_read(where: str, owner: Any) -> str:
+    if getattr(owner, "momentum", 0) is None and hasattr(owner, "num_batches_tracked"):
+        return (
+            f"Batch norm with momentum=None reads its step counter on the host: {where}. "
+            f"Set momentum to a number."
+        )
+    return (
+        f"Control flow must not depend on tensor values: {where} reads a value (.item(), int(), or "
+        f"'if tensor'). Use torch.where, or compute the condition outside the step."
+    )
+
+
+def _op_name(text: str) -> str:
+    match = re.search(r"([A-Za-z_]\w*)(?:::|\.)([A-Za-z_]\w*)", text)
+    return f"{match.group(1)}::{match.group(2)}" if match else "an operator"
+
+
+def _where(module: str | None, line: str) -> str:
+    if module is None:
+        return line or "an unknown place"
+    shown = f"module {module!r}" if module else "the model"
+    return f"{shown} ({line})" if line else shown
+
+
+def locate(
+    traceback: TracebackType | None, tagger: Tagger
+) -> tuple[str | None, str, torch.nn.Module | None]:
+    """Innermost module and user source line on a traceback."""
+    module, line, owner = None, "", None
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            line = f"{os.path.basename(code.co_filename)}:{traceback.tb_lineno}"
+        self = traceback.tb_frame.f_locals.get("self")
+        if isinstance(self, torch.nn.Module) and id(self) in tagger.module_names:
+            module, owner = tagger.module_names[id(self)], self
+        traceback = traceback.tb_next
+    return module, line, owner
+
+
+def refuse_recomputed_random(tagger: Tagger) -> None:
+    """Refuse activation checkpointing around random ops: the replay would draw other numbers.
+
+    Raises:
+        CaptureError: A random op was drawn again in backward.
+    """
+    if tagger.recomputed_random is None:
+        return
+    tag, line = tagger.recomputed_random
+    module = None if tag.module == "?" else tag.module
+    raise CaptureError(
+        f"Activation checkpointing cannot replay random ops: {_where(module, line)} draws again in "
+        f"backward. Move the dropout out of the checkpointed part, or turn checkpointing off."
+    )
+
+
+def refuse_written_input(name: str, module: str, line: str) -> CaptureError:
+    """Error for a step that changes its input in place."""
+    return CaptureError(
+        f"Inputs must not be changed in place: input {name!r} is written at {_where(module, line)}. "
+        f"Work on a copy (x = x.clone())."
+    )

@@ -1,0 +1,369 @@
+"""The training step (or inference) as one function of flat tensors, ready to be traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from devplace.errors import CaptureError
+from devplace.graph.capture.batch import Batch, check_leaf, open_dataclasses, path_name
+from devplace.graph.capture.loss import split_loss
+from devplace.graph.capture.optimizers import Update
+from devplace.graph.capture.sources import Slots, Sources, unchanged
+from devplace.graph.capture.tags import Tagger
+from devplace.graph.graph import ResultRole
+from devplace.graph.program import BindingKind
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One flat input of the step: see `Binding`."""
+
+    kind: BindingKind
+    key: str
+    slot: str | int = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One flat output of the step; `replaces` is the flat input it takes the place of, or -1."""
+
+    role: ResultRole | str
+    name: str
+    replaces: int = -1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured.
+
+    Attributes:
+        model: The module.
+        call: Function of the batch to what the loss function (or the model) returns.
+        sources: The model's parameters and buffers.
+        batch: The flattened example batch.
+        mode: `train`, `eval-loss` or `inference`.
+        update: The optimizer, for training.
+        clip_grad_norm: Largest global 2-norm of the gradients, if they are clipped.
+        autocast: Low-precision dtype of the forward pass, if any.
+        device_type: torch device type to capture for.
+    """
+
+    model: torch.nn.Module
+    call: Callable[..., Any]
+    sources: Sources
+    batch: Batch
+    mode: str
+    update: Update | None = None
+    clip_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+    device_type: str = "cpu"
+
+
+@dataclass
+class Step:
+    """Callable step over flat tensors; running it fills `outputs` and the output tree."""
+
+    request: Request
+    tagger: Tagger
+    inputs: list[Input] = field(init=False)
+    outputs: list[Output] = field(default_factory=list)
+    output_spec: Any = None
+    output_leaves: tuple[Any, ...] = ()
+    install: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        sources, update = self.request.sources, self.request.update
+        self.trained = [
+            n
+            for n, p in sources.parameters.items()
+            if update and n in update.rules and p.requires_grad
+        ]
+        rules = update.rules if update else {}
+        batch = self.request.batch
+        self.inputs = [
+            *(Input("parameter", n) for n in sources.parameters),
+            *(Input("buffer", n) for n in sources.buffers),
+            *(Input("state", n, s) for n in self.trained for s in rules[n].state_slots),
+            *(Input("input", batch.names[i], i) for i in batch.tensor_slots),
+            *(Input("scalar", s) for s in (update.scalar_names(self.trained) if update else ())),
+        ]
+
+    def __call__(self, *flat: torch.Tensor) -> Tensors:
+        """Run on tensors in the order of `inputs`; gives tensors in the order of `outputs`."""
+        self.install()
+        given = self._by_kind(flat)
+        model = self.request.model
+        with self.tagger.module_hooks(), unchanged(model):
+            slots = Slots(model, self.request.sources)
+            slots.put([*given["parameter"].values(), *given["buffer"].values()])
+            heads, grads = self._run(given)
+            now = slots.get()
+        parameters = self._check_parameters(given["parameter"], now)
+        buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=True))
+        parameters, state = self._update(parameters, grads, given)
+        changed = [*parameters.values(), *buffers.values(), *state.values()]
+        self._describe(len(heads), len(changed), list(given["input"].values()))
+        return [*heads, *changed, *given["input"].values()]
+
+    def _by_kind(self, flat: Sequence[torch.Tensor]) -> dict[str, dict[Any, torch.Tensor]]:
+        kinds = ("parameter", "buffer", "state", "input", "scalar")
+        given: dict[str, dict[Any, torch.Tensor]] = {kind: {} for kind in kinds}
+        for entry, tensor in zip(self.inputs, flat, strict=True):
+            key: Any = entry.key
+            if entry.kind == "state":
+                key = (entry.key, entry.slot)
+            elif entry.kind == "input":
+                key = entry.slot
+            given[entry.kind][key] = tensor
+        return given
+
+    def _check_parameters(
+        self, given: dict[str, torch.Tensor], now: Tensors
+    ) -> dict[str, torch.Tensor]:
+        for (name, before), after in zip(given.items(), now[: len(given)], strict=True):
+            if after is not before:
+                raise CaptureError(
+                    f"A parameter cannot be replaced during the step: {name!r} is assigned anew in "
+                    f"forward. Change it in place, or make it a buffer."
+                )
+        return dict(given)
+
+    def _describe(self, num_heads: int, num_changed: int, inputs: Tensors) -> None:
+        if self.request.mode != "inference":
+            self.outputs = [Output("loss", "loss")]
+        assert len(self.outputs) == num_heads
+        for index, entry in enumerate(self.inputs[:num_changed]):
+            self.outputs.append(Output(entry.kind, source_name(entry), index))
+        for index, entry in enumerate(self.inputs):
+            if entry.kind == "input":
+                self.outputs.append(Output("input", entry.key, index))
+
+    # ---- forward and backward
+
+    def _run(
+        self, given: dict[str, dict[Any, torch.Tensor]]
+    ) -> tuple[Tensors, dict[str, torch.Tensor]]:
+        if self.request.mode == "inference":
+            with torch.no_grad():
+                return self._infer(given["input"]), {}
+        wanted = self._differentiated(given["parameter"])
+        chunks = self._chunks(given["input"])
+        grad_mode = torch.enable_grad if self.request.mode == "train" else torch.no_grad
+        with grad_mode():
+            first = self._forward(0, chunks[0])
+            if first[1] is not None:
+                loss, grads = self._weighted(chunks, first, wanted)
+            else:
+                loss, grads = self._mean(chunks, first[0], wanted)
+        self.tagger.micro_batch = -1
+        return [loss.detach()], grads
+
+    def _differentiated(self, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Trained parameters; all that require gradients when their norm is clipped."""
+        if self.request.mode != "train":
+            return {}
+        clip = self.request.clip_grad_norm is not None
+        trained = set(self.trained)
+        return {n: p for n, p in parameters.items() if p.requires_grad and (clip or n in trained)}
+
+    def _chunks(self, inputs: dict[int, torch.Tensor]) -> list[list[Any]]:
+        batch = self.request.batch
+        whole = [inputs.get(i, leaf) for i, leaf in enumerate(batch.leaves)]
+        if not batch.sizes:
+            return [whole]
+        with self._owned("", "forward"):
+            pieces = [
+                torch.split_with_sizes(leaf, list(batch.sizes))
+                if cut
+                else [leaf] * len(batch.sizes)
+                for leaf, cut in zip(whole, batch.cut, strict=True)
+            ]
+        return [[piece[i] for piece in pieces] for i in range(len(batch.sizes))]
+
+    def _call(self, leaves: list[Any]) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.request.batch.spec)
+        dtype = self.request.autocast
+        context: Any = contextlib.nullcontext()
+        if dtype is not None:
+            context = torch.autocast(self.request.device_type, dtype=dtype)
+        with context:
+            return self.request.call(*args, **kwargs)
+
+    def _forward(self, index: int, leaves: list[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.tagger.stage = "forward"
+        self.tagger.micro_batch = index
+        loss, weight = split_loss(self._call(leaves))
+        if self.request.mode == "train" and not loss.requires_grad:
+            raise CaptureError(
+                "The loss must depend on a trainable parameter: it does not require gradients. Check "
+                "for no_grad, detach, or frozen parameters; without an optimizer, evaluation works."
+            )
+        return loss, weight
+
+    def _infer(self, inputs: dict[int, torch.Tensor]) -> Tensors:
+        chunks = self._chunks(inputs)
+        self.tagger.micro_batch = 0
+        tree = open_dataclasses(self._call(chunks[0]))
+        paths, self.output_spec = pytree.tree_flatten_with_path(tree)
+        heads: Tensors = []
+        leaves: list[Any] = []
+        for path, leaf in paths:
+            check_leaf(leaf, "Outputs")
+            if isinstance(leaf, torch.Tensor):
+                leaves.append(("result", len(heads)))
+                name = path_name(path)
+                self.outputs.append(Output("output", f"output.{name}" if name else "output"))
+                heads.append(leaf)
+            else:
+                leaves.append(("constant", leaf))
+        self.output_leaves = tuple(leaves)
+        if not heads:
+            raise CaptureError("The model returned no tensor. Return one from forward.")
+        return heads
+
+    def _mean(
+        self, chunks: list[list[Any]], first: torch.Tensor, wanted: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss = sum of loss_i * rows_i / rows."""
+        if len(chunks) == 1:
+            return first, self._backward([first], [None], wanted, {})
+        sizes = self.request.batch.sizes
+        grads: dict[str, torch.Tensor] = {}
+        total = None
+        for index, leaves in enumerate(chunks):
+            loss = first if index == 0 else self._forward(index, leaves)[0]
+            share = sizes[index] / sum(sizes)
+            with self._owned("", "forward"):
+                part = loss.detach() * share
+                total = part if total is None else total + part
+                seed = torch.full_like(loss, share) if wanted else None
+            grads = self._backward([loss], [seed], wanted, grads)
+        assert total is not None
+        return total, grads
+
+    def _weighted(
+        self,
+        chunks: list[list[Any]],
+        first: tuple[torch.Tensor, torch.Tensor | None],
+        wanted: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss = sum of loss sums / sum of weights."""
+        parts = [first] + [self._forward(i, chunks[i]) for i in range(1, len(chunks))]
+        with self._owned("", "forward"):
+            self.tagger.micro_batch = -1
+            losses = [loss for loss, _ in parts]
+            weights = [_require_weight(weight) for _, weight in parts]
+            loss_sum, weight_sum = (sum(t.detach() for t in ts) for ts in (losses, weights))
+            total = loss_sum / weight_sum
+            seed = weight_sum.reciprocal().to(losses[0].dtype) if wanted else None
+        grads: dict[str, torch.Tensor] = {}
+        for index, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
+            self.tagger.micro_batch = index
+            roots, seeds = [loss], [seed]
+            if weight.requires_grad and seed is not None:
+                roots, seeds = [loss, weight], [seed, -total * seed]
+            grads = self._backward(roots, seeds, wanted, grads)
+        return total, grads
+
+    def _backward(
+        self,
+        roots: Tensors,
+        seeds: list[torch.Tensor | None],
+        wanted: dict[str, torch.Tensor],
+        grads: dict[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of this micro-batch added to those of earlier ones."""
+        if not wanted:
+            return {}
+        self.tagger.stage = "backward"
+        new = torch.autograd.grad(roots, list(wanted.values()), seeds, allow_unused=True)
+        total = dict(grads)
+        for name, grad in zip(wanted, new, strict=True):
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise CaptureError(
+                    f"Sparse gradients are not supported: {name!r} gets one. Set sparse=False."
+                )
+            with torch.no_grad(), self._owned(name.rpartition(".")[0], "backward"):
+                total[name] = total[name] + grad if name in total else grad
+        self.tagger.stage = "forward"
+        return {n: total[n] for n in wanted if n in total}
+
+    # ---- update
+
+    def _update(
+        self,
+        parameters: dict[str, torch.Tensor],
+        grads: dict[str, torch.Tensor],
+        given: dict[str, dict[Any, torch.Tensor]],
+    ) -> tuple[dict[str, torch.Tensor], dict[Any, torch.Tensor]]:
+        parameters, state = dict(parameters), dict(given["state"])
+        update = self.request.update
+        if update is None:
+            return parameters, state
+        with torch.no_grad():
+            if self.request.clip_grad_norm is not None:
+                grads = self._clip(grads, self.request.clip_grad_norm)
+            for name in self.trained:
+                if name not in grads:
+                    continue
+                rule = update.rules[name]
+                with self._owned(name.rpartition(".")[0], "update"):
+                    kept = {slot: state[name, slot] for slot in rule.state_slots}
+                    parameters[name], new = rule.apply(
+                        parameters[name], grads[name], kept, given["scalar"]
+                    )
+                state.update({(name, slot): tensor for slot, tensor in new.items()})
+        return parameters, state
+
+    def _clip(self, grads: dict[str, torch.Tensor], limit: float) -> dict[str, torch.Tensor]:
+        """As torch.nn.utils.clip_grad_norm_ over all parameters with gradients."""
+        norms = []
+        for name, grad in grads.items():
+            with self._owned(name.rpartition(".")[0], "update"):
+                norms.append(torch.linalg.vector_norm(grad))
+        with self._owned("", "update"):
+            total = torch.linalg.vector_norm(torch.stack(norms))
+            factor = torch.clamp(limit / (total + 1e-6), max=1.0)
+        clipped = {}
+        for name, grad in grads.items():
+            with self._owned(name.rpartition(".")[0], "update"):
+                clipped[name] = (grad * factor).to(grad.dtype)
+        return clipped
+
+    @contextlib.contextmanager
+    def _owned(self, module: str, stage: Any) -> Any:
+        """Give the nodes made inside to a module and stage."""
+        tagger = self.tagger
+        before = tagger.owner, tagger.stage, tagger.micro_batch
+        tagger.owner, tagger.stage = module, stage
+        if stage == "update":
+            tagger.micro_batch = -1
+        try:
+            yield
+        finally:
+            tagger.owner, tagger.stage, tagger.micro_batch = before
+
+
+def _require_weight(weight: torch.Tensor | None) -> torch.Tensor:
+    if weight is None:
+        raise CaptureError("loss_fn must return a pair (loss_sum, weight) for every micro-batch.")
+    return weight
+
+
+def source_name(entry: Input) -> str:
+    """Name of the source op of an input of the step."""
+    if entry.kind in ("parameter", "buffer"):
+        return entry.key
+    if entry.kind == "state":
+        return f"{entry.slot}[{entry.key}]"
+    return f"{entry.kind}[{entry.key}]"
