@@ -79,9 +79,8 @@ def _cpu_info() -> tuple[str, int]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in text.splitlines() if ":" in line
-    )
+    rows = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in rows}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     per_cycle = next((n for flag, n in FLOPS_PER_CYCLE.items() if flag in flags), 16)
     return fields.get("model name") or platform.machine() or "CPU", per_cycle
@@ -101,8 +100,11 @@ def cpu_machine(num_devices: int) -> Machine:
         pools=(Pool(name="ram", memory_bytes=memory),),
         sources={
             "cpu": f"Peak {per_cycle} FLOP per cycle by its instruction set, {CLOCK_HZ / 1e9} GHz"
-            " assumed, shared when there are more devices than cores. " + families.CPU_SOURCE,
+            " assumed, shared when there are more devices than cores; 8 GB/s of memory bandwidth"
+            " per core and between devices, 20 us to wake another thread: assumed.",
             "memory": "Main memory or the control group's limit, shared by all.",
+            "gaps": cards.GAP_SOURCE,
+            "shares": cards.SHARE_SOURCE,
         },
     )
 
@@ -148,7 +150,7 @@ def gpu_machine(torch: Any) -> Machine:
         links=links,
         sources={
             **known,
-            "memory": "Reported by the driver; reserve holds what is in use and what libraries take.",
+            "memory": "Reported by the driver; reserve: in use now, or what libraries take.",
             "cpu": "Clock and bandwidth per core assumed.",
             "links": f"Peer access asked of the driver; speeds not measured. {pcie.source}",
             "overheads": wiring.OVERHEAD_SOURCE,

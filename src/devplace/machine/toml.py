@@ -146,7 +146,7 @@ class _Reader:
     def machine(self) -> Machine:
         for key in self.data:
             if key not in _TOP:
-                raise self.error("", 0, key, self.unknown(f"field {key!r}", key, _TOP), key)
+                raise self.error("", 0, key, self.unknown(f"field {key!r}", key, _TOP))
         pools = tuple(Pool(**fields) for fields in self.entries("pools", _POOL))
         devices = tuple(self.device(i, f) for i, f in enumerate(self.entries("devices", _DEVICE)))
         self.check_names(devices, pools)
@@ -169,7 +169,7 @@ class _Reader:
     def error(self, table: str, index: int, key: str, message: str, at: str = "") -> MachineError:
         """An error at the line of a field, or of the entry that lacks it."""
         place = self.lines.get((table, index, at or key))
-        line = place or self.lines.get((table, index, ""))
+        line = place or self.lines.get((table or key, index, ""))
         return MachineError(f"{self.file}{f':{line}' if line else ''}: {message}")
 
     @staticmethod
@@ -256,13 +256,11 @@ class _Reader:
 
     def check_names(self, devices: tuple[Device, ...], pools: tuple[Pool, ...]) -> None:
         pool_names = tuple(pool.name for pool in pools)
-        for table, records in (("devices", devices), ("pools", pools)):
-            seen: set[str] = set()
-            for index, record in enumerate(records):
-                if record.name in seen:
-                    message = f"{table}[{index}].name must be unique: {record.name!r} occurs twice."
+        for table, names in (("devices", [d.name for d in devices]), ("pools", pool_names)):
+            for index, name in enumerate(names):
+                if name in names[:index]:
+                    message = f"{table}[{index}].name must be unique: {name!r} occurs twice."
                     raise self.error(table, index, "name", message)
-                seen.add(record.name)
         for index, device in enumerate(devices):
             if device.pool and device.pool not in pool_names:
                 what = f"pool {device.pool!r} in devices[{index}].pool"

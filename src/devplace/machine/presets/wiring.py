@@ -12,8 +12,8 @@ GB = 10**9
 OVERHEAD_NS = 3_000
 OVERHEAD_SOURCE = (
     "send_overhead_ns, receive_overhead_ns: 3 us each, derived: on 4 H200 the steps of NMT-4,"
-    " GNMT-4 and BERT-large measured 11-18 us of device time per transfer above a prediction without"
-    " overheads; latency explains about 5 us, the rest is shared by both ends."
+    " GNMT-4 and BERT-large measured 11-18 us of device time per transfer above a prediction"
+    " without overheads; latency explains about 5 us, the rest is shared by both ends."
 )
 
 

@@ -1,0 +1,142 @@
+"""Machines: validation, paths, order of devices."""
+
+import dataclasses
+import itertools
+
+import msgspec
+import pytest
+
+from devplace.errors import MachineError
+from devplace.machine import Device, Link, Machine, Pool, channels_of, presets
+
+
+def device(name: str, **fields) -> Device:
+    base = {"kind": "gpu", "memory_bytes": 100, "flops_per_s": {"float32": 10}, "bytes_per_s": 10}
+    return Device(name=name, **(base | fields))
+
+
+def both(a: str, b: str, **fields) -> tuple[Link, Link]:
+    return Link(src=a, dst=b, **fields), Link(src=b, dst=a, **fields)
+
+
+def test_direct_link_is_the_path():
+    """A usable direct link is what a transfer uses."""
+    links = both("a", "b", bytes_per_s=7)
+    machine = Machine("m", (device("a"), device("b")), links)
+    assert machine.path("a", "b") == links[0]
+
+
+def test_staged_path_adds_times_and_keeps_channels():
+    """Through a stop, times per byte and latencies add up and both legs' channels are held."""
+    links = (
+        *both("a", "hub", bytes_per_s=60, latency_ns=1, channels=("x",), send_overhead_ns=3),
+        *both("hub", "b", bytes_per_s=30, latency_ns=2, receive_overhead_ns=4),
+    )
+    machine = Machine("m", (device("a"), device("b"), device("hub")), links)
+    path = machine.path("a", "b")
+    assert path == Link(
+        src="a",
+        dst="b",
+        bytes_per_s=20,
+        latency_ns=3,
+        channels=("x", "hub->b"),
+        send_overhead_ns=3,
+        receive_overhead_ns=4,
+    )
+
+
+def test_unusable_link_is_avoided():
+    """A pair switched off is staged through another device (a slow or faulty pair)."""
+    off = Link(src="a", dst="b", bytes_per_s=1000, usable=False)
+    links = (off, Link(src="b", dst="a", bytes_per_s=5), *both("a", "c", bytes_per_s=10))
+    links += both("b", "c", bytes_per_s=10)
+    machine = Machine("m", (device("a"), device("b"), device("c")), links)
+    assert machine.path("a", "b").bytes_per_s == 5
+    assert channels_of(machine.path("a", "b")) == ("a->c", "c->b")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_path_does_not_depend_on_device_order(order):
+    """Equal stops are chosen by name, so listing devices differently changes no path."""
+    devices = [device("a"), device("b"), device("c"), device("d")]
+    links = [
+        *both("a", "b", bytes_per_s=10),
+        *both("a", "c", bytes_per_s=10),
+        *both("d", "b", bytes_per_s=10),
+        *both("d", "c", bytes_per_s=10),
+        *both("b", "c", bytes_per_s=10),
+    ]
+    shuffled = Machine("m", (*(devices[i] for i in order), devices[3]), tuple(links[::-1]))
+    assert channels_of(shuffled.path("a", "d")) == ("a->b", "b->d")
+
+
+def test_pools_hold_shared_memory():
+    """Two devices may name one pool; its size is given once."""
+    devices = (device("cpu:0", kind="cpu", pool="ram"), device("cuda:0", pool="ram"))
+    links = both("cpu:0", "cuda:0", bytes_per_s=1)
+    machine = Machine("uni", devices, links, (Pool(name="ram", memory_bytes=100),))
+    assert [d.pool for d in machine.devices] == ["ram", "ram"]
+    assert machine.pools[0].memory_bytes == 100
+
+
+A, B = device("cuda:0"), device("cuda:1")
+WRONG = [
+    ((), (), (), "no devices"),
+    ((A, A), (), (), "'cuda:0' occurs twice"),
+    ((device(""),), (), (), "needs a name"),
+    ((device("g", kind="tpu"),), (), (), "'g': kind must be 'cpu' or 'gpu', got 'tpu'"),
+    ((device("g", bytes_per_s=0),), (), (), "'g': bytes_per_s must be positive, got 0"),
+    ((device("g", bytes_per_s=float("nan")),), (), (), "'g': bytes_per_s must be positive"),
+    ((device("g", memory_bytes=-5),), (), (), "'g': memory_bytes must be positive, got -5 bytes"),
+    ((device("g", reserve_bytes=-1),), (), (), "'g': reserve_bytes must not be negative"),
+    ((device("g", launch_gap_ns=-1),), (), (), "'g': launch_gap_ns must not be negative"),
+    ((device("g", flops_per_s={}),), (), (), "'g': flops_per_s must have a 'float32' rate"),
+    ((device("g", flops_per_s={"float32": 0}),), (), (), r"'g': flops_per_s.float32 must be pos"),
+    ((device("g", pool="rom"),), (), ("ram",), "unknown pool 'rom'. Did you mean 'ram'"),
+    ((A,), (), ("ram", "ram"), "Pool names must be unique"),
+    ((A, B), (), (), "no way from cuda:0 to cuda:1"),
+    ((A, B), (("cuda:0", "cuda:2", 1),), (), "unknown device 'cuda:2'. Did you mean"),
+    ((A, B), (("cuda:0", "cuda:0", 1),), (), "must join two devices"),
+    ((A, B), (("cuda:0", "cuda:1", 0),), (), "bytes_per_s must be positive, got 0"),
+    ((A, B), (("cuda:0", "cuda:1", 1), ("cuda:0", "cuda:1", 1)), (), "given twice"),
+]
+
+
+@pytest.mark.parametrize(("devices", "links", "pools", "message"), WRONG)
+def test_wrong_machines_name_culprit_and_field(devices, links, pools, message):
+    """Every wrong field is refused with the device, the field and the value."""
+    with pytest.raises(MachineError, match=message.replace("(", r"\(")):
+        Machine(
+            "m",
+            devices,
+            tuple(Link(src=s, dst=d, bytes_per_s=rate) for s, d, rate in links),
+            tuple(Pool(name=name, memory_bytes=1) for name in pools),
+        )
+
+
+def test_negative_link_times_are_refused():
+    """Latency and overheads cannot be negative."""
+    for field in ("latency_ns", "send_overhead_ns", "receive_overhead_ns"):
+        links = both("cuda:0", "cuda:1", bytes_per_s=1, **{field: -1})
+        with pytest.raises(MachineError, match=f"{field} must not be negative"):
+            Machine("m", (A, B), links)
+
+
+def test_usable_bytes_leaves_the_reserve():
+    """Usable memory is what the reserve leaves, never negative."""
+    assert device("g", reserve_bytes=30).usable_bytes == 70
+    assert device("g", reserve_bytes=300).usable_bytes == 0
+
+
+def test_slow_pair_among_four_keeps_its_own_speed():
+    """One slow pair and direction among four cards stays visible as such."""
+    machine = presets.get("h100x4")
+    links = tuple(
+        msgspec.structs.replace(link, bytes_per_s=10**6)
+        if (link.src, link.dst) == ("cuda:1", "cuda:2")
+        else link
+        for link in machine.links
+    )
+    slow = dataclasses.replace(machine, links=links)
+    assert slow.path("cuda:1", "cuda:2").bytes_per_s == 10**6
+    assert slow.path("cuda:2", "cuda:1") == machine.path("cuda:2", "cuda:1")
