@@ -155,14 +155,9 @@ class _Reader:
         links = tuple(
             link for i, fields in enumerate(found) for link in self.links(i, fields, names)
         )
+        name, sources = self.top_text("name", Path(self.file).stem), self.sources()
         try:
-            return Machine(
-                name=self.top_text("name", Path(self.file).stem),
-                devices=devices,
-                links=links,
-                pools=pools,
-                sources=self.sources(),
-            )
+            return Machine(name, devices, links, pools, sources)
         except MachineError as error:
             raise MachineError(f"{self.file}: {error}") from None
 
