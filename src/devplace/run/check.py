@@ -11,6 +11,7 @@ import torch
 
 from devplace.errors import VerificationError
 from devplace.graph import OpGraph
+from devplace.graph.capture.batch import as_call
 from devplace.run.cpu import CpuExecutor
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
@@ -74,7 +75,7 @@ def check(
     graph: OpGraph,
     model: Any,
     optimizer: Any,
-    inputs: Sequence[Any],
+    inputs: Any,
     device_of_op: Sequence[int],
     order: Sequence[Sequence[int]],
     device_names: Sequence[str],
@@ -94,7 +95,7 @@ def check(
         graph: The captured step, with its program.
         model: The model.
         optimizer: Its optimizer, or None.
-        inputs: Positional part of a batch.
+        inputs: A batch, in a form that capture takes.
         device_of_op: Device index per op, shape `[V]`.
         order: Per device the indices of its ops in execution order.
         device_names: Names of the devices, shape `[D]`.
@@ -108,7 +109,7 @@ def check(
         PlanError: The order is incomplete or can never finish.
     """
     pair = _Pair(graph, model, optimizer, seed)
-    batch = _real_inputs(bind_inputs(graph, inputs, kwargs or {}), seed)
+    batch = _real_inputs(bind_inputs(graph, *as_call(inputs, kwargs)), seed)
     schedule = make_schedule(graph, device_of_op, order, device_names)
     options: dict[str, Any] = {} if copy is None else {"copy": copy}
     executor = CpuExecutor(schedule, seed, **options)
@@ -129,7 +130,8 @@ class _Pair:
         self._graph = graph
         self._seed = seed
         self._groups = None if optimizer is None else optimizer.param_groups
-        self._done = state.steps_done()
+        self._since_capture = state.steps_since_capture()
+        self._before_capture = state.steps_before_capture
         self._sources = state.read()
 
     def compare_steps(
@@ -140,8 +142,9 @@ class _Pair:
         for op, value in self._sources.items():
             executor.put(op, value)
         for step in range(1, steps + 1):
-            number = self._done + step
+            number = self._since_capture + step
             given = {**batch, **bind_scalars(self._graph, number, self._groups)}
+            number += self._before_capture
             found = self._run_placed(executor, given, number)
             expected = self._run_unplaced(given, number)
             errors = _worse(errors, _compare_all(self._graph, found, expected, step))

@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import OpGraph
+from devplace.graph.program import Constant
 from devplace.run.cpu import CpuExecutor, StepOutcome
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
@@ -66,7 +67,6 @@ class Step:
 
     Attributes:
         executor: What runs it.
-        steps_done: Steps the optimizer has made, those before loading included.
         timeline: Measured timeline of the last step that was called with `is_timed` set.
         is_timed: Whether the next steps measure their timeline.
     """
@@ -80,14 +80,17 @@ class Step:
         invent_seed: int | None = None,
     ) -> None:
         self.executor = executor
-        self.steps_done = 0
         self.is_timed = False
         self.timeline: MeasuredTimeline | None = None
-        self._model = model
         self._optimizer = optimizer
         self._graph = graph
         self._state = ModelState(graph, model, optimizer, invent_seed)
         self.load()
+
+    @property
+    def steps_done(self) -> int:
+        """Steps the optimizer has made, those before capture included."""
+        return self._state.steps_before_capture + self._steps_since_capture
 
     def load(self) -> None:
         """Read parameters, buffers and optimizer state from the model and optimizer again.
@@ -97,7 +100,7 @@ class Step:
             InputError: The model has no values.
         """
         values = self._state.read()
-        self.steps_done = self._state.steps_done()
+        self._steps_since_capture = self._state.steps_since_capture()
         for op, value in values.items():
             self.executor.put(op, value)
 
@@ -106,7 +109,7 @@ class Step:
 
         Afterwards `state_dict()`, checkpoints and evaluation see the trained values.
         """
-        self._state.write(self.executor.get, self.steps_done if self._is_training else 0)
+        self._state.write(self.executor.get, self._steps_since_capture)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -124,25 +127,22 @@ class Step:
             ExecutionError: An op failed; the state is as before the step.
         """
         outcome = self.run(args, kwargs)
-        if not self._is_training:
-            return _rebuild_output(self._graph, outcome)
-        return next(
-            outcome.results[index]
-            for index, result in enumerate(self._graph.results)
-            if result.role == "loss"
-        )
+        for index, result in enumerate(self._graph.results):
+            if result.role == "loss":
+                return outcome.results[index]
+        return _rebuild_output(self._graph, outcome)
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         """Run one step and return everything it gave, with the timeline if `is_timed`."""
         self._check_mode()
-        number = self.steps_done + 1
+        number = self._steps_since_capture + 1
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
         values.update(bind_scalars(self._graph, number, groups))
         for op, value in values.items():
             self.executor.put(op, value)
-        outcome = self.executor.step(number, self.is_timed)
-        self.steps_done = number
+        outcome = self.executor.step(self.steps_done + 1, self.is_timed)
+        self._steps_since_capture = number
         if outcome.timeline is not None:
             self.timeline = outcome.timeline
         return outcome
@@ -151,13 +151,9 @@ class Step:
         """End the device threads. The step cannot be called any more."""
         self.executor.close()
 
-    @property
-    def _is_training(self) -> bool:
-        return any(result.role == "loss" for result in self._graph.results)
-
     def _check_mode(self) -> None:
         captured = self._graph.program.training
-        if getattr(self._model, "training", captured) != captured:
+        if self._state.model.training != captured:
             now, then = ("eval", "train") if captured else ("train", "eval")
             raise PlanMismatchError(
                 f"The model must be in the mode it was captured in: it is in {now} mode, the step "
@@ -171,9 +167,8 @@ def _rebuild_output(graph: OpGraph, outcome: StepOutcome) -> Any:
     if program.output_spec is None:
         values = [outcome.results[k] for k in outputs]
         return values[0] if len(values) == 1 else values
-    leaves = [outcome.results[leaf] if _is_index(leaf) else leaf for leaf in program.output_leaves]
+    leaves = [
+        leaf.value if isinstance(leaf, Constant) else outcome.results[leaf]
+        for leaf in program.output_leaves
+    ]
     return pytree.tree_unflatten(leaves, program.output_spec)
-
-
-def _is_index(leaf: Any) -> bool:
-    return isinstance(leaf, int) and not isinstance(leaf, bool)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from devplace.errors import InputError
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import flatten_batch
+from devplace.graph.capture.batch import as_call, flatten_batch, open_dataclasses, path_name
 
 
 def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
@@ -17,15 +18,16 @@ def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     Args:
         graph: The captured step.
-        args: Positional inputs of the step, nested as at capture.
+        args: Positional inputs of the step, nested as at capture; or one tuple, list or dict that
+            holds all inputs, as capture takes them.
         kwargs: Named inputs of the step.
 
     Raises:
-        InputError: Another nesting, or an input that is no tensor or has another shape or dtype
-            than captured; the message names it.
+        InputError: Another nesting, an input that is no tensor or has another shape or dtype than
+            captured, or another value of one that is no tensor; the message names it.
     """
     program = graph.program
-    leaves, spec = flatten_batch(tuple(args), _in_captured_order(kwargs, program.input_spec))
+    leaves, spec = _flatten(args, kwargs, program.input_spec)
     if program.input_spec is not None and spec != program.input_spec:
         raise InputError(
             f"Inputs must be nested as at capture: got {_describe(spec)}, expected "
@@ -37,6 +39,13 @@ def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             value = leaves[int(binding.slot)]
             _check(graph, binding.op, binding.key, value)
             values[binding.op] = value
+    for index, fixed in program.input_constants.items():
+        if type(leaves[index]) is not type(fixed) or leaves[index] != fixed:
+            name = _leaf_name(args, kwargs, index)
+            raise InputError(
+                f"Inputs that are not tensors are fixed at capture: {name!r} is "
+                f"{leaves[index]!r}, captured with {fixed!r}. Capture again for this value."
+            )
     return values
 
 
@@ -60,6 +69,20 @@ def bind_scalars(
         dtype = getattr(torch, tensor.dtype)
         values[binding.op] = torch.full(tensor.shape, numbers[binding.key], dtype=dtype)
     return values
+
+
+def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple[list[Any], Any]:
+    found = flatten_batch(tuple(args), _in_captured_order(kwargs, spec))
+    if found[1] != spec and len(args) == 1 and not kwargs:
+        whole_args, whole_kwargs = as_call(args[0])
+        whole = flatten_batch(whole_args, _in_captured_order(whole_kwargs, spec))
+        return whole if whole[1] == spec else found
+    return found
+
+
+def _leaf_name(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> str:
+    paths, _ = pytree.tree_flatten_with_path(open_dataclasses((tuple(args), dict(kwargs))))
+    return path_name(paths[index][0])
 
 
 def _in_captured_order(kwargs: Mapping[str, Any], spec: Any) -> dict[str, Any]:

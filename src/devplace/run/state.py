@@ -9,6 +9,7 @@ import torch
 
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import OpGraph
+from devplace.graph.capture.refuse import unwrap
 from devplace.graph.program import Binding
 
 STORED_KINDS = ("parameter", "buffer", "state", "constant")
@@ -34,7 +35,8 @@ class ModelState:
         self, graph: OpGraph, model: Any, optimizer: Any = None, invent_seed: int | None = None
     ) -> None:
         self._graph = graph
-        self._model = model
+        self.model = unwrap(model)
+        self._starts = _steps_at_capture(graph)
         self._optimizer = optimizer
         self._invent_seed = invent_seed
 
@@ -57,35 +59,39 @@ class ModelState:
                 values[binding.op] = self._real(binding, value)
         return values
 
-    def steps_done(self) -> int:
-        """How many steps the optimizer has made, from its state; 0 if it has none.
+    @property
+    def steps_before_capture(self) -> int:
+        """Steps the optimizer had made when the graph was captured."""
+        return max(self._starts.values(), default=0)
+
+    def steps_since_capture(self) -> int:
+        """How many more steps the optimizer has made than when the graph was captured.
+
+        Negative if it has been reset or loaded from an earlier checkpoint.
 
         Raises:
-            PlanMismatchError: Parameters of the step have made different numbers of steps.
+            PlanMismatchError: Parameters of the step differ in this number.
         """
         if self._optimizer is None:
             return 0
         counts: dict[int, str] = {}
         for name, parameter in self._updated():
-            state = self._optimizer.state.get(parameter, {})
-            if "step" in state:
-                counts.setdefault(int(state["step"]), name)
-            elif state:
-                counts.setdefault(1, name)
+            made = _steps_made(self._optimizer.state.get(parameter, {}))
+            counts.setdefault(made - self._starts.get(name, 0), name)
         if len(counts) > 1:
             (first, name), (second, other) = list(counts.items())[:2]
             raise PlanMismatchError(
-                f"All parameters of a step must have made the same number of steps: {name!r} has "
-                f"made {first}, {other!r} {second}. Load a checkpoint of one run."
+                f"All parameters must have made the same number of steps since capture: {name!r} "
+                f"has made {first}, {other!r} {second}. Capture again, or load one checkpoint."
             )
         return next(iter(counts), 0)
 
-    def write(self, get: Callable[[int], Any], steps_done: int) -> None:
+    def write(self, get: Callable[[int], Any], steps_since_capture: int) -> None:
         """Write updated values into model and optimizer, in place.
 
         Args:
             get: Source op -> its present value.
-            steps_done: How many steps the optimizer has made.
+            steps_since_capture: How many steps the optimizer has made since capture.
         """
         replaced = self._graph.replaced
         tensors = self._named_tensors()
@@ -98,12 +104,12 @@ class ModelState:
                 elif binding.kind == "state":
                     state = self._optimizer.state[tensors[binding.key]]
                     _put_state(state, str(binding.slot), get(binding.op), tensors[binding.key])
-            if self._optimizer is not None and steps_done > 0:
-                self._write_step_counts(steps_done)
+            if self._optimizer is not None:
+                self._write_step_counts(steps_since_capture)
 
     def _named_tensors(self) -> dict[str, Any]:
-        named = dict(self._model.named_parameters(remove_duplicate=False))
-        named.update(self._model.named_buffers(remove_duplicate=False))
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        named.update(self.model.named_buffers(remove_duplicate=False))
         return named
 
     def _updated(self) -> Iterator[tuple[str, Any]]:
@@ -112,23 +118,24 @@ class ModelState:
             if binding.kind == "parameter" and binding.op in self._graph.replaced:
                 yield binding.key, named[binding.key]
 
-    def _write_step_counts(self, steps_done: int) -> None:
+    def _write_step_counts(self, steps_since_capture: int) -> None:
         templates: dict[int, Any] = {}
         group_of = {p: group for group in self._optimizer.param_groups for p in group["params"]}
-        for _, parameter in self._updated():
+        for name, parameter in self._updated():
             group = group_of.get(parameter)
-            if group is None:
+            steps = self._starts.get(name, 0) + steps_since_capture
+            if group is None or steps <= 0:
                 continue
             if id(group) not in templates:
                 templates[id(group)] = _step_counter(self._optimizer, group)
             template = templates[id(group)]
             state = self._optimizer.state[parameter] if template is not None else {}
             if isinstance(state.get("step"), torch.Tensor):
-                state["step"].fill_(steps_done)
+                state["step"].fill_(steps)
             elif isinstance(template, torch.Tensor):
-                state["step"] = torch.full_like(template, steps_done)
+                state["step"] = torch.full_like(template, steps)
             elif template is not None:
-                state["step"] = steps_done
+                state["step"] = steps
 
     def _value(self, binding: Binding, tensors: dict[str, Any]) -> Any:
         if binding.kind == "constant":
@@ -188,6 +195,18 @@ def invent(tensor: Any, kind: str, seed: int) -> Any:
     else:
         values = values + 0.5
     return values.to(tensor.dtype)
+
+
+def _steps_at_capture(graph: OpGraph) -> dict[str, int]:
+    """Parameter name -> steps its optimizer had made when the graph was captured."""
+    update = getattr(graph.program.scalars, "__self__", None)
+    return {name: rule.start for name, rule in update.rules.items()} if update else {}
+
+
+def _steps_made(state: Any) -> int:
+    if "step" in state:
+        return int(state["step"])
+    return 1 if state.get("momentum_buffer") is not None else 0
 
 
 def _put_state(state: Any, slot: str, value: Any, parameter: Any) -> None:
