@@ -143,7 +143,9 @@ def gpu_machine(torch: Any) -> Machine:
     host = msgspec.structs.replace(
         host, reserve_bytes=min(host.reserve_bytes, host.memory_bytes // 4)
     )
-    known = {card.model: card.source for gpu in gpus if (card := _card(gpu.model))}
+    nvlinks = dict.fromkeys(wire.source for gpu in gpus if (wire := _nvlink(gpu.model)))
+    speeds = " ".join([pcie.source, *nvlinks])
+    known = {gpu.model: card.source for gpu in gpus if (card := _card(gpu.model))}
     return Machine(
         name="detected",
         devices=(host, *gpus),
@@ -152,7 +154,7 @@ def gpu_machine(torch: Any) -> Machine:
             **known,
             "memory": "Reported by the driver; reserve: in use now, or what libraries take.",
             "cpu": "Clock and bandwidth per core assumed.",
-            "links": f"Peer access asked of the driver; speeds not measured. {pcie.source}",
+            "links": f"Peer access asked of the driver; speeds not measured. {speeds}",
             "overheads": wiring.OVERHEAD_SOURCE,
             "gaps": cards.GAP_SOURCE,
             "shares": cards.SHARE_SOURCE,
