@@ -12,14 +12,14 @@ from tests.run.tracing import random_placement, snap, trace
 NAMES = ("cpu:0", "cpu:1", "cpu:2")
 
 
-def chain(x, w):  # type: ignore[no-untyped-def]
+def chain(x, w):
     hidden = x @ w
     left, right = hidden.split(2, dim=1)
     return [left.relu() + right, w - hidden.t() @ hidden, hidden.t().contiguous()]
 
 
 @pytest.fixture
-def graph():  # type: ignore[no-untyped-def]
+def graph():
     """A matmul whose result is read by halves and as a whole; `w` is replaced."""
     sources = {
         "x": ("input", torch.ones(4, 4)),
@@ -28,7 +28,7 @@ def graph():  # type: ignore[no-untyped-def]
     return trace(chain, sources, [("loss", "loss"), ("w", "parameter"), ("out", "output")])
 
 
-def place(graph, **device_of):  # type: ignore[no-untyped-def]
+def place(graph, **device_of):
     devices = [device_of.get(op.name, 0) for op in graph.ops]
     return snap(graph, devices, 3)
 
@@ -38,22 +38,19 @@ def crossing(schedule: Schedule) -> list[tuple[str, int, int]]:
     return sorted((tensors[t.tensor].name, t.src, t.dst) for t in schedule.transfers)
 
 
-def test_one_device_needs_no_transfers(graph) -> None:  # type: ignore[no-untyped-def]
+def test_one_device_needs_no_transfers(graph) -> None:
     """With everything on one device nothing crosses."""
     schedule = make_schedule(graph, *place(graph), NAMES)
     assert schedule.transfers == ()
 
 
-def test_a_whole_view_crosses_as_its_base_once(graph) -> None:  # type: ignore[no-untyped-def]
+def test_a_whole_view_crosses_as_its_base_once(graph) -> None:
     """Two readers on one device, one through a transpose, get one copy of the base."""
     schedule = make_schedule(graph, *place(graph, mm_1=1, clone=1), NAMES)
-    assert crossing(schedule) == [("mm", 0, 1), ("mm_1", 1, 0)] or crossing(schedule) == [
-        ("mm", 0, 1),
-        ("mul", 1, 0),
-    ]
+    assert crossing(schedule) == [("mm", 0, 1), ("mm_1", 1, 0)]
 
 
-def test_a_partial_view_crosses_as_its_own_copy(graph) -> None:  # type: ignore[no-untyped-def]
+def test_a_partial_view_crosses_as_its_own_copy(graph) -> None:
     """A device that reads one half of a split gets that half only."""
     schedule = make_schedule(graph, *place(graph, relu=1), NAMES)
     assert ("getitem", 0, 1) in crossing(schedule)
@@ -61,7 +58,7 @@ def test_a_partial_view_crosses_as_its_own_copy(graph) -> None:  # type: ignore[
     assert half.num_bytes == 4 * 2 * 4
 
 
-def test_read_only_sources_never_cross(graph) -> None:  # type: ignore[no-untyped-def]
+def test_read_only_sources_never_cross(graph) -> None:
     """The input is held by its readers beforehand; the updated parameter crosses from its home."""
     schedule = make_schedule(graph, *place(graph, mm=2), NAMES)
     names = [name for name, _, _ in crossing(schedule)]
@@ -70,14 +67,14 @@ def test_read_only_sources_never_cross(graph) -> None:  # type: ignore[no-untype
     assert schedule.holders[1] == (0,)
 
 
-def test_a_new_parameter_returns_to_its_home(graph) -> None:  # type: ignore[no-untyped-def]
+def test_a_new_parameter_returns_to_its_home(graph) -> None:
     """A parameter updated elsewhere crosses back to where the step expects it."""
     schedule = make_schedule(graph, *place(graph, sub=1), NAMES)
     assert ("sub", 1, 0) in crossing(schedule)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_tensor_crosses_twice_to_one_device(graph, seed: int) -> None:  # type: ignore[no-untyped-def]
+def test_no_tensor_crosses_twice_to_one_device(graph, seed: int) -> None:
     """Whatever the placement, there is at most one transfer per tensor and receiver."""
     schedule = make_schedule(graph, *random_placement(graph, 3, seed), NAMES)
     keys = [(t.tensor, t.dst) for t in schedule.transfers]
@@ -85,7 +82,7 @@ def test_no_tensor_crosses_twice_to_one_device(graph, seed: int) -> None:  # typ
     assert all(t.src != t.dst for t in schedule.transfers)
 
 
-def test_an_order_against_the_data_is_refused_naming_two_ops(graph) -> None:  # type: ignore[no-untyped-def]
+def test_an_order_against_the_data_is_refused_naming_two_ops(graph) -> None:
     """Two devices that each wait for the other are found before the run."""
     devices, order = place(graph, relu=1, add=0)
     order[0].remove(graph.op_index["mm"])
@@ -97,7 +94,7 @@ def test_an_order_against_the_data_is_refused_naming_two_ops(graph) -> None:  # 
 def test_a_cycle_through_two_devices_is_refused() -> None:
     """Orders that are fine one by one can wait for each other in a ring."""
 
-    def two(x, y):  # type: ignore[no-untyped-def]
+    def two(x, y):
         a, b = x.relu(), y.sigmoid()
         return [a.exp() + b.tanh(), a, b]
 
@@ -126,7 +123,7 @@ def test_a_cycle_through_two_devices_is_refused() -> None:
         (lambda d, o: d.__setitem__(0, 7), "is placed on device 7"),
     ],
 )
-def test_an_incomplete_order_is_refused(graph, spoil, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_incomplete_order_is_refused(graph, spoil, message: str) -> None:
     """Missing, repeated and misplaced ops are named."""
     devices, order = place(graph)
     spoil(devices, order)
@@ -134,7 +131,7 @@ def test_an_incomplete_order_is_refused(graph, spoil, message: str) -> None:  # 
         make_schedule(graph, devices, order, NAMES)
 
 
-def test_a_view_apart_from_its_base_is_refused(graph) -> None:  # type: ignore[no-untyped-def]
+def test_a_view_apart_from_its_base_is_refused(graph) -> None:
     """A view shares memory, so it cannot sit on another device than its base."""
     devices, order = place(graph)
     devices[graph.op_index["split"]] = 1

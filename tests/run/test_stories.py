@@ -7,13 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from devplace.errors import PlanMismatchError
 from devplace.graph.capture import capture
 from devplace.run.check import check
 from devplace.run.compile import compile_step
+from tests.run.models import (
+    Borrowing,
+    Clipped,
+    Containers,
+    Factories,
+    Labelled,
+    Normed,
+    Residual,
+    Rotary,
+    Tied,
+    UShape,
+    mean_square,
+    next_token,
+    weighted_cross_entropy,
+)
 from tests.run.placed import (
     NAMES,
     adam,
@@ -37,21 +51,8 @@ def _double() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-def mean_square(model: Any, x: Any) -> Any:
-    return model(x).square().mean()
-
-
 def batches(*shape: int, count: int = 3) -> list[tuple[Any, ...]]:
     return [(torch.randn(shape),) for _ in range(count)]
-
-
-class Residual(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
-
-    def forward(self, x: Any) -> Any:
-        return x + self.second(self.first(x).relu())
 
 
 def test_s14_a_cut_inside_every_residual_block_changes_nothing() -> None:
@@ -59,18 +60,6 @@ def test_s14_a_cut_inside_every_residual_block_changes_nothing() -> None:
     model = nn.Sequential(*(Residual(6) for _ in range(6)))
     place = by_module(lambda path: 1 if path.endswith("second") else 0)
     compare_with_eager(model, batches(4, 6), mean_square, sgd, place)
-
-
-class UShape(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1, self.down2 = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.up1, self.up2 = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
-
-    def forward(self, x: Any) -> Any:
-        one = self.down1(x).relu()
-        two = self.down2(one).relu()
-        return self.up2(torch.cat([self.up1(two) + two, one], dim=1))
 
 
 def test_s15_skip_tensors_joined_outside_modules() -> None:
@@ -81,49 +70,16 @@ def test_s15_skip_tensors_joined_outside_modules() -> None:
     compare_with_eager(UShape(), batches(2, 3, 6, 6), mean_square, adam, place)
 
 
-class Borrowing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.owner = nn.Conv2d(2, 2, 3, padding=1)
-        self.mix = nn.Parameter(torch.randn(2, 2))
-
-    def forward(self, x: Any) -> Any:
-        borrowed = F.conv2d(x, self.owner.weight, padding=1)
-        return torch.einsum("bchw,cd->bdhw", self.owner(x) + borrowed, self.mix)
-
-
 def test_s16_weights_used_without_calling_their_module() -> None:
     """A sibling's weight in a functional call and a bare parameter in einsum."""
     place = by_module(lambda path: 0 if path == "owner" else 1)
     compare_with_eager(Borrowing(), batches(2, 2, 5, 5), mean_square, sgd, place)
 
 
-class Containers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.named = nn.ModuleDict({"a": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
-
-    def forward(self, x: Any) -> Any:
-        for index in (2, 0, 2):
-            x = self.steps[index](x).tanh()
-        return self.named["a"](x)
-
-
 def test_s17_containers_iterated_in_any_order() -> None:
     """Layers used twice, out of order or never; the unused one stays as it is."""
     place = by_module(lambda path: sum(map(ord, path)) % 3)
     compare_with_eager(Containers(), batches(3, 4), mean_square, adam, place)
-
-
-class Rotary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.randn(4, 6), persistent=False)
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Any) -> Any:
-        return self.two(self.one(x * self.table) * self.table) * self.table
 
 
 def test_s18_read_only_buffers_are_copied_once() -> None:
@@ -137,17 +93,6 @@ def test_s18_read_only_buffers_are_copied_once() -> None:
     assert all(transfer.tensor != tensor for transfer in schedule.transfers)
 
 
-class Labelled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.rand(5) + 0.5)
-        self.body = nn.Linear(4, 5)
-
-
-def weighted_cross_entropy(model: Any, x: Any, target: Any) -> Any:
-    return F.cross_entropy(model.body(x), target, weight=model.weight, ignore_index=2)
-
-
 def test_s19_targets_and_class_weights_reach_the_loss() -> None:
     """The loss runs on another device than the model."""
     data = [(torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 4, 1])) for _ in range(3)]
@@ -155,35 +100,9 @@ def test_s19_targets_and_class_weights_reach_the_loss() -> None:
     compare_with_eager(Labelled(), data, weighted_cross_entropy, sgd, place)
 
 
-class Factories(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4)
-
-    def forward(self, x: Any) -> Any:
-        out, _ = self.lstm(x)
-        ramp = torch.arange(4, device=x.device, dtype=x.dtype)
-        return out * ramp + out.new_full((4,), 2.0) + torch.zeros(4, device=x.device)
-
-
 def test_s20_nothing_keeps_the_capture_device() -> None:
     """Factory calls and default LSTM states run on the device of the plan."""
     compare_with_eager(Factories(), batches(3, 2, 3), mean_square, sgd, all_on(1))
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body = nn.Embedding(7, 4), nn.Linear(4, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Any) -> Any:
-        return self.head(self.body(self.embed(tokens)).tanh())
-
-
-def next_token(model: Any, tokens: Any) -> Any:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def test_s44_tied_weights_on_two_devices_stay_tied() -> None:
@@ -193,16 +112,6 @@ def test_s44_tied_weights_on_two_devices_stay_tied() -> None:
     place = by_module(lambda path: 1 if path == "head" else 0)
     compare_with_eager(model, data, next_token, adam, place)
     assert model.head.weight is model.embed.weight
-
-
-class Normed(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 3, 3, bias=False), nn.BatchNorm2d(3)
-        self.drop, self.head = nn.Dropout(dropout), nn.Linear(3, 2)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.drop(self.norm(self.conv(x)).relu().mean((2, 3))))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -236,15 +145,6 @@ def test_s48_moved_dropout_verifies_but_a_mask_applied_twice_does_not() -> None:
     report = check(graph, model, optimizer, batch, *at_random(5)(graph), NAMES)
     assert report.is_bit_equal
     assert report.num_transfers > 0
-
-
-class Clipped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Any) -> Any:
-        return self.two(self.one(x).relu())
 
 
 def test_s49_gradients_are_clipped_over_devices() -> None:

@@ -63,9 +63,9 @@ def trace(
             name = names[len(bindings)]
             kind, value = sources[name]
             kept = value if kind == "constant" else None
-            bindings.append(Binding(len(ops), kind, name, len(bindings), kept))  # type: ignore[arg-type]
+            bindings.append(Binding(len(ops), kind, name, len(bindings), kept))
             tensor = add_tensor(node)
-            ops.append(Op(name, "source", (), (tensor,), stage="source", role=kind))  # type: ignore[arg-type]
+            ops.append(Op(name, "source", (), (tensor,), stage="source", role=kind))
         elif node.op == "call_function" and node.target is not operator.getitem:
             op_of[node.name] = len(ops)
             parts = [node]
@@ -82,7 +82,7 @@ def trace(
             ops.append(Op(node.name, target, reads, made, alias, is_random=is_random))
     output = list(module.graph.nodes)[-1]
     kept_results = tuple(
-        StepResult(name, tensor_of[node.name], role, names.index(name) if name in names else -1)  # type: ignore[arg-type]
+        StepResult(name, tensor_of[node.name], role, names.index(name) if name in names else -1)
         for (name, role), node in zip(results, output.args[0], strict=True)
     )
     program = Program(

@@ -48,10 +48,10 @@ class TensorError:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Outcome of a check that passed.
+    """Outcome of a check.
 
     Attributes:
-        steps: Number of steps compared.
+        steps: Number of steps compared; a check ends with the first step that is wrong.
         tensors: One entry per result of the graph.
         num_transfers: Copies between devices per step.
     """
@@ -114,10 +114,10 @@ def check(
     options: dict[str, Any] = {} if copy is None else {"copy": copy}
     executor = CpuExecutor(schedule, seed, **options)
     try:
-        errors = pair.compare_steps(executor, batch, steps)
+        done, errors = pair.compare_steps(executor, batch, steps)
     finally:
         executor.close()
-    report = CheckReport(steps, tuple(errors), len(schedule.transfers))
+    report = CheckReport(done, tuple(errors), len(schedule.transfers))
     _raise_if_wrong(report)
     return report
 
@@ -136,8 +136,8 @@ class _Pair:
 
     def compare_steps(
         self, executor: CpuExecutor, batch: dict[int, Any], steps: int
-    ) -> list[TensorError]:
-        """Largest error of every result over some steps."""
+    ) -> tuple[int, list[TensorError]]:
+        """Steps done, and the largest error of every result over them; ends when one is wrong."""
         errors: list[TensorError] = []
         for op, value in self._sources.items():
             executor.put(op, value)
@@ -148,7 +148,9 @@ class _Pair:
             found = self._run_placed(executor, given, number)
             expected = self._run_unplaced(given, number)
             errors = _worse(errors, _compare_all(self._graph, found, expected, step))
-        return errors
+            if any(tensor.error > tensor.limit for tensor in errors):
+                return step, errors
+        return steps, errors
 
     def _run_placed(self, executor: CpuExecutor, given: dict[int, Any], number: int) -> list[Any]:
         for op, value in given.items():
