@@ -74,8 +74,10 @@ def assert_same_training(
     eager_optimizer = make_optimizer(eager)
     scheduler = schedule(eager_optimizer) if schedule else None
     for number, batch in enumerate(batches, 1):
+        torch.manual_seed(number)
         got = runner.step(number, batch, param_groups=eager_optimizer.param_groups)[0]
         eager_optimizer.zero_grad()
+        torch.manual_seed(number)
         args = batch if isinstance(batch, tuple) else (batch,)
         kwargs = batch if isinstance(batch, dict) else {}
         args = () if isinstance(batch, dict) else args

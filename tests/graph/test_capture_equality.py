@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_checks import assert_same_training
+from tests.graph.capture_checks import assert_same_training
 from torch import nn
 
 SGD_VARIANTS = [

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +17,15 @@ from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import loss_call
 from devplace.graph.capture.optimizers import Update, make_update
-from devplace.graph.capture.refuse import explain, refuse_recomputed_random, unwrap
-from devplace.graph.capture.sources import Sources, find_sources, unchanged
+from devplace.graph.capture.refuse import (
+    explain,
+    refuse_hidden_state,
+    refuse_recomputed_random,
+    unwrap,
+)
+from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.step import Request, Step
+from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.graph import OpGraph
 
@@ -84,12 +87,12 @@ def capture(
     )
     tagger = Tagger(model, progress)
     step = Step(request, tagger)
-    with _undisturbed(model):
-        gm, flat = _trace(step, tagger)
-        refuse_recomputed_random(tagger)
-        gm = make_functional(gm, flat, tagger)
-        resolve_unknown(gm.graph)
-        clean(gm.graph)
+    flat = _fakes(step)
+    with undisturbed(model) as host_random:
+        gm = _trace(step, flat, tagger)
+    if host_random.used:
+        again = Tagger(model)
+        refuse_host_random(lambda: Step(request, again)(*flat), again, model)
     meta = _meta(request, micro_batches)
     return to_graph(gm, step, name or type(model).__name__, meta)
 
@@ -156,7 +159,7 @@ def _meta(request: Request, micro_batches: int) -> dict[str, Any]:
         "optimizer": request.update.kind if request.update else None,
         "micro_batches": micro_batches,
         "device": request.device_type,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "training": request.model.training,
         "clip_grad_norm": request.clip_grad_norm,
         "autocast": str(request.autocast).removeprefix("torch.") if request.autocast else None,
@@ -164,8 +167,8 @@ def _meta(request: Request, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def _trace(step: Step, tagger: Tagger) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
-    flat = _fakes(step)
+def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.GraphModule:
+    """Trace the step and make its graph functional and clean."""
 
     def install() -> None:
         mode = get_proxy_mode()
@@ -178,10 +181,16 @@ def _trace(step: Step, tagger: Tagger) -> tuple[torch.fx.GraphModule, list[torch
         options["_disable_torch_fn_metadata_mode"] = True  # a Python call per torch function
     tracer = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **options)
     try:
-        with _portable_kernels():
-            return tracer(*flat), flat
+        with trace_settings(step.request.device_type):
+            gm = tracer(*flat)
+            refuse_recomputed_random(tagger)
+            refuse_hidden_state(gm, step)
+            gm = make_functional(gm, flat, tagger)
     except Exception as error:
-        raise explain(error, tagger) from error
+        raise explain(error, tagger) from None
+    resolve_unknown(gm.graph)
+    clean(gm.graph)
+    return gm
 
 
 def _fakes(step: Step) -> list[torch.Tensor]:
@@ -212,44 +221,3 @@ def _fakes(step: Step) -> list[torch.Tensor]:
         t if t.requires_grad and i < len(sources.parameters) else t.detach()
         for i, t in enumerate(flat)
     ]
-
-
-@contextlib.contextmanager
-def _portable_kernels() -> Iterator[None]:
-    """Trace without cuDNN and oneDNN, so that norms and LSTMs are ops every device has."""
-    was = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
-    torch._C._set_cudnn_enabled(False)
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_cudnn_enabled(was[0])
-        torch._C._set_mkldnn_enabled(was[1])
-
-
-@contextlib.contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Leave modules and random generators as they were; refuse host-side randomness.
-
-    Raises:
-        CaptureError: Python's or NumPy's generator was used, which a graph would freeze.
-    """
-    numpy_random: Any = sys.modules.get("numpy.random")
-    python_state = random.getstate()
-    numpy_state = numpy_random.get_state() if numpy_random else None
-    torch_state = torch.get_rng_state()
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    cuda_states = torch.cuda.get_rng_state_all() if on_cuda else []
-    try:
-        with unchanged(model):
-            yield
-    finally:
-        python_used = random.getstate() != python_state
-        random.setstate(python_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
-    if python_used:
-        raise CaptureError("Python's random was used in forward.")

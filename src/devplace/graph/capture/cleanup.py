@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import NO_OPS, SILENT_MUTATORS, is_random, mutates
 
-Node = torch.fx.Node
+Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
 
 
@@ -27,11 +27,29 @@ def _output(graph: torch.fx.Graph) -> Node:
     return next(n for n in reversed(graph.nodes) if n.op == "output")
 
 
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+
+
 def _drop_no_ops(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in NO_OPS:
-            node.replace_all_uses_with(node.args[0])
+        if node.op != "call_function" or not node.args:
+            continue
+        same = _same_value(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
+
+
+def _same_value(node: Node) -> Node | None:
+    """The node that has the same value, if this one only passes it on."""
+    base = node.args[0]
+    if node.target in NO_OPS:
+        return base
+    if node.target in _RESHAPES and base.meta["val"].shape == node.meta["val"].shape:
+        return base
+    if node.target is aten.t.default and base.target is aten.t.default:
+        return base.args[0]
+    return None
 
 
 def _explicit_batch_norm(graph: torch.fx.Graph) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,7 +22,7 @@ from devplace.graph.capture.step import Input, Output, Step, source_name
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Constant, Program
 
-Node = torch.fx.Node
+Node: TypeAlias = torch.fx.Node
 
 
 def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
@@ -74,6 +74,12 @@ def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list
         if described.role == "input":
             tag = node.meta["tag"]
             raise refuse_written_input(described.name, tag.module, tag.line)
+        if described.name in step.request.sources.overlapping:
+            other = step.request.sources.overlapping[described.name]
+            raise CaptureError(
+                f"Buffers that change must own their memory: {described.name!r} shares a storage with "
+                f"{other!r}. Clone one of them."
+            )
         kept.append((node, described))
     output.args = ([node for node, _ in kept],)
     inputs = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.func import functionalize
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from devplace.graph.capture.analysis import NO_OPS, mutates, storages
 from devplace.graph.capture.tags import Tagger
 
-Node = torch.fx.Node
+Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
 _SPLITS = {
     aten.split.Tensor,

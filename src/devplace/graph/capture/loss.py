@@ -82,4 +82,8 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise CaptureError(
             f"The loss weight must be one number: loss_fn returned shape {tuple(weight.shape)}."
         )
-    return loss.reshape(()), weight.reshape(()) if weight is not None else None
+    return _scalar(loss), _scalar(weight) if weight is not None else None
+
+
+def _scalar(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(()) if tensor.ndim else tensor

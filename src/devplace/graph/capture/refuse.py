@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.analysis import mutates, storages
+from devplace.graph.capture.step import Step
 from devplace.graph.capture.tags import Tagger, is_user_file
 
 _WRAPPERS = {
@@ -52,7 +54,7 @@ def explain(error: Exception, tagger: Tagger) -> CaptureError:
     if isinstance(error, CaptureError):
         return error
     module, line, owner = locate(error.__traceback__, tagger)
-    where = _where(module, line)
+    where = describe_place(module, line)
     name, text = type(error).__name__, str(error)
     if _SHAPE in name or "DynamicOutputShape" in text:
         return CaptureError(
@@ -92,7 +94,8 @@ def _op_name(text: str) -> str:
     return f"{match.group(1)}::{match.group(2)}" if match else "an operator"
 
 
-def _where(module: str | None, line: str) -> str:
+def describe_place(module: str | None, line: str) -> str:
+    """Text that names a module and source line, as far as they are known."""
     if module is None:
         return line or "an unknown place"
     shown = f"module {module!r}" if module else "the model"
@@ -126,14 +129,40 @@ def refuse_recomputed_random(tagger: Tagger) -> None:
     tag, line = tagger.recomputed_random
     module = None if tag.module == "?" else tag.module
     raise CaptureError(
-        f"Activation checkpointing cannot replay random ops: {_where(module, line)} draws again in "
+        f"Activation checkpointing cannot replay random ops: {describe_place(module, line)} draws again in "
         f"backward. Move the dropout out of the checkpointed part, or turn checkpointing off."
     )
+
+
+def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
+    """Refuse state kept in plain tensor attributes: its new value would be lost.
+
+    Raises:
+        CaptureError: Such a tensor is read, and written in place or replaced.
+    """
+    plain = step.plain_tensors
+    read: dict[str, str] = {}
+    memory: dict[int, str] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(gm, node.target)
+            if id(value) in plain:
+                read[plain[id(value)]] = node.name
+                memory |= dict.fromkeys(storages(node), plain[id(value)])
+    written = [name for name in step.replaced_attributes if name in read]
+    for node in gm.graph.nodes:
+        if memory and mutates(node):
+            written += [memory[s] for s in storages(node) if s in memory]
+    if written:
+        raise CaptureError(
+            f"State must be kept in buffers: the plain attribute {written[0]!r} is read and changed "
+            f"by the step. Use register_buffer."
+        )
 
 
 def refuse_written_input(name: str, module: str, line: str) -> CaptureError:
     """Error for a step that changes its input in place."""
     return CaptureError(
-        f"Inputs must not be changed in place: input {name!r} is written at {_where(module, line)}. "
+        f"Inputs must not be changed in place: input {name!r} is written at {describe_place(module, line)}. "
         f"Work on a copy (x = x.clone())."
     )

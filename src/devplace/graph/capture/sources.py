@@ -23,11 +23,13 @@ class Sources:
         parameters: First name -> parameter.
         buffers: First name -> buffer.
         shared: Other names of the same memory -> first name.
+        overlapping: Name -> another one over the same storage; neither may be written.
     """
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     shared: dict[str, str]
+    overlapping: dict[str, str]
 
 
 def find_sources(model: torch.nn.Module) -> Sources:
@@ -39,8 +41,9 @@ def find_sources(model: torch.nn.Module) -> Sources:
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
+    overlapping: dict[str, str] = {}
     first: dict[int, str] = {}
-    by_storage: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
+    by_storage: dict[int, tuple[str, torch.Tensor]] = {}
     named: list[tuple[str, torch.Tensor, bool]] = [
         (n, p, True) for n, p in model.named_parameters(remove_duplicate=False)
     ]
@@ -54,22 +57,25 @@ def find_sources(model: torch.nn.Module) -> Sources:
         if id(tensor) in first:
             shared[name] = first[id(tensor)]
             continue
-        twin = _twin(name, tensor, by_storage)
+        twin = _twin(name, tensor, by_storage, overlapping)
         first[id(tensor)] = twin or name
         if twin is not None:
             shared[name] = twin
         else:
             (parameters if is_parameter else buffers)[name] = tensor
-    return Sources(parameters, buffers, shared)
+    return Sources(parameters, buffers, shared, overlapping)
 
 
 def _twin(
-    name: str, tensor: torch.Tensor, by_storage: dict[tuple[Any, ...], tuple[str, torch.Tensor]]
+    name: str,
+    tensor: torch.Tensor,
+    by_storage: dict[int, tuple[str, torch.Tensor]],
+    overlapping: dict[str, str],
 ) -> str | None:
     """Name of an earlier tensor over exactly the same memory."""
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return None
-    storage = (tensor.untyped_storage()._cdata,)
+    storage = tensor.untyped_storage()._cdata
     other = by_storage.get(storage)
     if other is None:
         by_storage[storage] = (name, tensor)
@@ -84,7 +90,8 @@ def _twin(
     if same and not (tensor.requires_grad and other_tensor.requires_grad):
         return other_name
     if not tensor.requires_grad and not other_tensor.requires_grad:
-        return None  # read-only views of one storage; a write is refused after tracing
+        overlapping |= {name: other_name, other_name: name}
+        return None
     raise CaptureError(
         f"Trained parameters must own their memory: {name!r} and {other_name!r} are different "
         f"tensors over one storage. Tie them by assigning the same Parameter object to both names, "
@@ -118,6 +125,16 @@ def _restore(container: Any, old: Any) -> None:
     elif container.keys() != old.keys() or any(container[k] is not v for k, v in old.items()):
         container.clear()
         container.update(old)
+
+
+def plain_tensors(model: torch.nn.Module) -> dict[int, str]:
+    """Tensors kept in plain attributes of modules: `id` -> dotted name."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), f"{path}.{key}" if path else key)
+    return found
 
 
 class Slots:

@@ -14,7 +14,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.batch import Batch, check_leaf, open_dataclasses, path_name
 from devplace.graph.capture.loss import split_loss
 from devplace.graph.capture.optimizers import Update
-from devplace.graph.capture.sources import Slots, Sources, unchanged
+from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
 from devplace.graph.capture.tags import Tagger
 from devplace.graph.graph import ResultRole
 from devplace.graph.program import BindingKind
@@ -78,9 +78,11 @@ class Step:
     output_spec: Any = None
     output_leaves: tuple[Any, ...] = ()
     install: Callable[[], None] = lambda: None
+    replaced_attributes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
+        self.plain_tensors = plain_tensors(self.request.model)
         self.trained = [
             n
             for n, p in sources.parameters.items()
@@ -106,6 +108,8 @@ class Step:
             slots.put([*given["parameter"].values(), *given["buffer"].values()])
             heads, grads = self._run(given)
             now = slots.get()
+            present = plain_tensors(model)
+        self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=True))
         parameters, state = self._update(parameters, grads, given)

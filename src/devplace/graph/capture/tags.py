@@ -130,6 +130,11 @@ class Tagger:
         if len(self._stack) > 1:
             self._stack.pop()
 
+    @property
+    def current_module(self) -> str:
+        """Path of the innermost module being called."""
+        return self._stack[-1][0]
+
     def tag(self) -> Tag:
         """Tag of a node made now."""
         if self.fixed is not None:

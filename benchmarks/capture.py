@@ -1,0 +1,134 @@
+"""CPU time of capture per node, for GPT-like and NMT-like stacks of growing size.
+
+Run: `OMP_NUM_THREADS=1 python benchmarks/capture.py [--profile]`. Time grows linearly; the bound is
+1.5 ms of CPU per node on one core.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from devplace.graph.capture import capture
+
+VOCABULARY = 1000
+MAX_MS_PER_NODE = 1.5
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, rows, 3, self.heads, -1).unbind(2)
+        query, key, value = (t.transpose(1, 2) for t in parts)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, rows, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """Embedding, blocks, tied head."""
+
+    def __init__(self, layers: int, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Nmt(nn.Module):
+    """Unrolled LSTM encoder and decoder with attention in every decoder step."""
+
+    def __init__(self, layers: int, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.encoder = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
+        self.decoder = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
+        self.mix = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def _unroll(self, cells: nn.ModuleList, inputs: Any, attend: Callable[..., Any]) -> list[Any]:
+        states: list[Any] = [None] * len(cells)
+        outputs = []
+        for x in inputs.unbind(1):
+            for i, cell in enumerate(cells):
+                states[i] = cell(x, states[i])
+                x = states[i][0]
+            outputs.append(attend(x))
+        return outputs
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        inputs = self.embedding(tokens)
+        memory = torch.stack(self._unroll(self.encoder, inputs, lambda x: x), 1)
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            weights = torch.softmax(torch.einsum("bw,btw->bt", x, memory), -1)
+            context = torch.einsum("bt,btw->bw", weights, memory)
+            return torch.tanh(self.mix(torch.cat([x, context], -1)))
+
+        return self.head(torch.stack(self._unroll(self.decoder, inputs, attend), 1))
+
+
+def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Language-model loss of the tokens themselves."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def measure(label: str, model: nn.Module, length: int, optimizer: str) -> None:
+    """Capture once and print nodes, CPU seconds and milliseconds per node."""
+    tokens = torch.zeros(4, length, dtype=torch.int64, device="meta")
+    made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+    start = time.process_time()
+    graph = capture(model, tokens, loss, made)
+    seconds = time.process_time() - start
+    nodes = len(graph.ops)
+    per_node = 1000 * seconds / nodes
+    verdict = "" if per_node <= MAX_MS_PER_NODE else f"  over {MAX_MS_PER_NODE} ms"
+    print(f"{label:16s} {optimizer:5s} {nodes:6d} nodes {seconds:7.2f} s {per_node:5.2f} ms/node{verdict}")
+
+
+def main() -> None:
+    """Measure all sizes, or profile one."""
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        if "--profile" in sys.argv:
+            profile = cProfile.Profile()
+            profile.runcall(measure, "gpt-12", Gpt(12), 32, "SGD")
+            pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+            return
+        measure("warm-up", Gpt(1), 32, "SGD")
+        for layers in (6, 12, 24, 48, 96):
+            measure(f"gpt-{layers}", Gpt(layers), 32, "SGD")
+        measure("gpt-48", Gpt(48), 32, "AdamW")
+        for length in (5, 10, 20, 40, 60):
+            measure(f"nmt-4 x {length}", Nmt(4), length, "SGD")
+
+
+if __name__ == "__main__":
+    main()
