@@ -110,7 +110,8 @@ def measure(label: str, model: nn.Module, length: int, optimizer: str) -> None:
     nodes = len(graph.ops)
     per_node = 1000 * seconds / nodes
     verdict = "" if per_node <= MAX_MS_PER_NODE else f"  over {MAX_MS_PER_NODE} ms"
-    print(f"{label:16s} {optimizer:5s} {nodes:6d} nodes {seconds:7.2f} s {per_node:5.2f} ms/node{verdict}")
+    size = f"{label:16s} {optimizer:5s} {nodes:6d} nodes"
+    print(f"{size} {seconds:7.2f} s {per_node:5.2f} ms/node{verdict}")
 
 
 def main() -> None:

@@ -106,3 +106,31 @@ def _assert_equal(
             atol=tolerance,
             msg=lambda m, n=name: f"{n}: {m}",
         )
+
+
+def small_net() -> torch.nn.Sequential:
+    """Linear, batch norm, in-place ReLU, linear; float64."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.ReLU(inplace=True),
+        torch.nn.Linear(16, 4),
+    )
+    return net.double()
+
+
+def batches(count: int = 3, rows: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of 8 features with one of 4 classes."""
+    torch.manual_seed(1)
+    return [(torch.randn(rows, 8).double(), torch.randint(0, 4, (rows,))) for _ in range(count)]
+
+
+def xent(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the model's output."""
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum over all parameters."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

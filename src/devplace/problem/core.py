@@ -266,8 +266,8 @@ def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
 
 
 def parameter_name(source_name: str, role: str) -> str:
-    """Name of the parameter a source belongs to: state sources are named `parameter/slot`."""
-    return source_name.rpartition("/")[0] if role == "state" else source_name
+    """Name of the parameter a source belongs to: state sources are named `slot[parameter]`."""
+    return source_name.partition("[")[2].removesuffix("]") if role == "state" else source_name
 
 
 def build_wires(

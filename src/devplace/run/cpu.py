@@ -12,8 +12,9 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.codegen import FILE_NAME, DeviceCode, StoppedError, generate
+from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
-from devplace.run.schedule import Schedule, Transfer
+from devplace.run.schedule import Schedule
 from devplace.run.timeline import MeasuredTimeline, make_timeline
 from devplace.run.workers import Workers
 
@@ -29,11 +30,6 @@ class StepOutcome:
 
     results: dict[int, Any]
     timeline: MeasuredTimeline | None = None
-
-
-def clone_tensor(value: Any, _transfer: Transfer) -> Any:
-    """Copy a tensor to another logical device."""
-    return value.clone()
 
 
 class CpuExecutor:
@@ -82,7 +78,7 @@ class CpuExecutor:
             value: Its tensor, on any torch device.
         """
         for device in self.schedule.holders[op]:
-            copied = value.detach().to("cpu", copy=True)
+            copied = clone_tensor(value.detach().to("cpu"))
             self._stores[device][self._slots[device][op]] = copied
             self.put_count[op] = self.put_count.get(op, 0) + 1
         self._missing.discard(op)

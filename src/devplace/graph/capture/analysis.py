@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,49 +41,16 @@ NO_OPS = _overloads(
     "detach.default", "alias.default", "lift_fresh.default", "lift_fresh_copy.default"
 )
 # Read only the rows they pick.
-_GATHERS = frozenset(
-    {"embedding", "index_select", "gather", "index", "_embedding_bag", "take", "slice_scatter"}
-)
-_NO_ARITHMETIC = frozenset(
-    [
-        "clone",
-        "copy",
-        "_to_copy",
-        "cat",
-        "stack",
-        "embedding",
-        "index_select",
-        "gather",
-        "index",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "arange",
-        "scalar_tensor",
-        "new_zeros",
-        "new_empty",
-        "new_ones",
-        "new_full",
-        "constant_pad_nd",
-        "roll",
-        "flip",
-        "repeat",
-        "slice_scatter",
-        "select_scatter",
-        "slice_backward",
-        "select_backward",
-        "masked_fill",
-        "where",
-        "triu",
-        "tril",
-    ]
-)
+_GATHERS = frozenset({"embedding", "index_select", "gather", "index", "_embedding_bag", "take"})
+# fmt: off
+_NO_ARITHMETIC = frozenset([
+    "clone", "copy", "_to_copy", "cat", "stack", "embedding", "index_select", "gather", "index",
+    "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones", "ones_like", "full",
+    "full_like", "arange", "scalar_tensor", "new_zeros", "new_empty", "new_ones", "new_full",
+    "constant_pad_nd", "roll", "flip", "repeat", "slice_scatter", "select_scatter",
+    "slice_backward", "select_backward", "masked_fill", "where", "triu", "tril",
+])
+# fmt: on
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -103,7 +71,7 @@ def is_random(node: torch.fx.Node) -> bool:
     target = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    for index, argument in enumerate(target._schema.arguments):  # type: ignore[union-attr]
+    for index, argument in enumerate(target._schema.arguments):
         if argument.name in ("dropout_p", "train"):
             given = node.args[index] if index < len(node.args) else argument.default_value
             given = node.kwargs.get(argument.name, given)
@@ -117,7 +85,7 @@ def view_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
     if node.op != "call_function" or mutates(node):
         return []
     if node.target is operator.getitem or node.target in _HIDDEN_VIEWS:
-        return [node.args[0]]  # type: ignore[list-item]
+        return [node.args[0]]
     return _schema_bases(node)
 
 
@@ -149,7 +117,7 @@ def storages(node: torch.fx.Node) -> set[int]:
 
 def _attention_flops(query: Any, key: Any, value: Any, *rest: Any) -> int:
     batch, heads, rows, width = query.shape
-    return 2 * batch * heads * rows * key.shape[2] * (width + value.shape[3])
+    return int(2 * batch * heads * rows * key.shape[2] * (width + value.shape[3]))
 
 
 def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *rest: Any) -> int:
@@ -157,7 +125,7 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *rest
 
 
 # Missing in torch.utils.flop_counter (2.13).
-_EXTRA_FLOPS = {
+_EXTRA_FLOPS: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
 }
@@ -183,7 +151,7 @@ def count_flops(node: torch.fx.Node) -> int:
     if name in _NO_ARITHMETIC or not made or not made[0].is_floating_point():
         return 0
     read = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
-    return max(math.prod(t.shape) for t in [*made, *read])
+    return int(max(math.prod(t.shape) for t in [*made, *read]))
 
 
 def reads_rows_only(node: torch.fx.Node) -> bool:

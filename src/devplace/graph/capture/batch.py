@@ -59,7 +59,7 @@ def _is_plain_dataclass(value: Any) -> bool:
 
 
 def open_dataclasses(tree: Any) -> Any:
-    """Replace dataclass instances by nodes torch's pytree can flatten; unflattening restores them."""
+    """Replace dataclass instances by nodes torch's pytree knows; unflattening restores them."""
 
     def visit(leaf: Any) -> Any:
         if not _is_plain_dataclass(leaf):
@@ -120,9 +120,9 @@ def check_leaf(leaf: Any, what: str) -> None:
     if any(isinstance(value, torch.Tensor) for value in found):
         name = type(leaf).__name__
         raise CaptureError(
-            f"{what} must be tensors in tuples, lists, dicts or dataclasses: {name!r} holds tensors "
-            f"but is unknown to torch. Register it: torch.utils._pytree.register_pytree_node({name}, "
-            f"lambda x: ([x.a, x.b], None), lambda values, _: {name}(*values))."
+            f"{what} must be tensors in tuples, lists, dicts or dataclasses: {name!r} "
+            f"holds tensors but is unknown to torch. Register it: "
+            f"torch.utils._pytree.register_pytree_node({name}, lambda x: ([x.a, x.b], None), lambda values, _: {name}(*values))."
         )
 
 
@@ -184,8 +184,8 @@ def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple
     rows = tensors[0].shape[0]
     if micro_batches > rows:
         raise CaptureError(
-            f"A batch cannot be cut into more micro-batches than rows: {micro_batches} micro-batches, "
-            f"but the batch has {rows} rows. Use micro_batches <= {rows}."
+            f"A batch cannot be cut into more micro-batches than rows: {micro_batches} "
+            f"micro-batches, but the batch has {rows} rows. Use micro_batches <= {rows}."
         )
     small, larger = divmod(rows, micro_batches)
     sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))

@@ -108,10 +108,8 @@ def _request(
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
     _check_options(update, clip_grad_norm, autocast)
-    if update is not None:
-        mode = "train"
-    else:
-        mode = "inference" if loss_fn is None else "eval-loss"
+    without_update = "inference" if loss_fn is None else "eval-loss"
+    mode = "train" if update is not None else without_update
     if mode == "inference" and batch.sizes:
         raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
     call = model if mode == "inference" else loss_call(model, loss_fn)

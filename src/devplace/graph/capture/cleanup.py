@@ -115,7 +115,7 @@ def _simplify_dropout(graph: torch.fx.Graph) -> None:
 
 def _key(value: Any) -> Any:
     """Hashable form of an argument in which 1, 1.0 and True differ."""
-    if isinstance(value, Node):
+    if isinstance(value, torch.fx.Node):
         return value
     if isinstance(value, (list, tuple)):
         return tuple(_key(v) for v in value)

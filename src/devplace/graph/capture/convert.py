@@ -37,7 +37,7 @@ def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
         value = getattr(gm, node.target)
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
-                f"The step calls a sub-graph, which is not supported: {node.target}."
+                f"The step calls a sub-graph, which cannot be placed: {node.target}."
             )
         holder = by_value.get(id(value))
         if holder is None:
@@ -77,12 +77,12 @@ def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list
         if described.name in step.request.sources.overlapping:
             other = step.request.sources.overlapping[described.name]
             raise CaptureError(
-                f"Buffers that change must own their memory: {described.name!r} shares a storage with "
-                f"{other!r}. Clone one of them."
+                f"Buffers that change must own their memory: {described.name!r} shares a storage "
+                f"with {other!r}. Clone one of them."
             )
         kept.append((node, described))
     output.args = ([node for node, _ in kept],)
-    inputs = []
+    inputs: list[Input] = []
     renumbered = {-1: -1}
     for index, (node, entry) in enumerate(zip(placeholders, step.inputs, strict=True)):
         if not node.users and entry.kind in ("state", "scalar"):
@@ -138,8 +138,8 @@ class _Builder:
         if not isinstance(node.target, torch._ops.OpOverload) or mutates(node):
             tag = node.meta["tag"]
             raise CaptureError(
-                f"Op {node.target} of module {tag.module!r} ({tag.line}) cannot be placed: it writes "
-                f"its inputs or runs a sub-graph. Replace it by ordinary tensor operations."
+                f"Op {node.target} of module {tag.module!r} ({tag.line}) cannot be placed: it "
+                f"writes its inputs or runs a sub-graph. Replace it by ordinary tensor operations."
             )
         inputs = tuple(dict.fromkeys(self.tensor_of[n.name] for n in node.all_input_nodes))
         bases = view_bases(node)
@@ -164,8 +164,8 @@ class _Builder:
 
     def _part(self, node: Node) -> None:
         producer, index = node.args
-        self.tensor_of[node.name] = self._parts[producer.name][index]  # type: ignore[union-attr,index]
-        self.op_of[node.name] = self.op_of[producer.name]  # type: ignore[union-attr]
+        self.tensor_of[node.name] = self._parts[producer.name][index]
+        self.op_of[node.name] = self.op_of[producer.name]
 
     def _op(
         self, node: Node, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], base: int

@@ -93,7 +93,7 @@ class _Aliases:
         if node.op != "call_function" or not (node.target in NO_OPS or mutates(node)):
             return node
         base = node.args[0] if node.args else None
-        if not isinstance(base, Node) or base.meta["val"].shape != node.meta["val"].shape:
+        if not isinstance(base, torch.fx.Node) or base.meta["val"].shape != node.meta["val"].shape:
             return node
         return self.root[base] if node.target is not aten.lift_fresh_copy.default else node
 
@@ -121,7 +121,7 @@ def _rewrite(gm: torch.fx.GraphModule) -> bool:
     for node in mutations:
         variant = _functional_variant(node)
         written = node.args[0] if node.args else None
-        if variant is None or not isinstance(written, Node):
+        if variant is None or not isinstance(written, torch.fx.Node):
             return False
         same = aliases.root[node] is aliases.root[written]
         if not same or written.meta["val"].dtype != node.meta["val"].dtype:
@@ -169,7 +169,7 @@ def _supported_kwargs(node: Node, target: Any) -> dict[str, Any]:
     return {k: v for k, v in node.kwargs.items() if k in known}
 
 
-class _TaggedInterpreter(torch.fx.Interpreter):
+class _TaggedInterpreter(torch.fx.Interpreter):  # type: ignore[misc]
     """Runs a graph so that nodes traced meanwhile get the tag of the node being run."""
 
     def __init__(self, gm: torch.fx.GraphModule, tagger: Tagger) -> None:

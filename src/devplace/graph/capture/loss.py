@@ -27,8 +27,8 @@ def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> Los
     def apply(*args: Any, **kwargs: Any) -> Any:
         if not args:
             raise CaptureError(
-                "A torch loss needs the target as last positional input, but the example inputs are "
-                "all keywords. Write loss_fn(model, **inputs) yourself."
+                "A torch loss needs the target as last positional input, but the example inputs "
+                "are all keywords. Write loss_fn(model, **inputs) yourself."
             )
         return loss_fn(model(*args[:-1], **kwargs), args[-1])
 
@@ -73,8 +73,8 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         )
         raise CaptureError(
-            f"The loss must be one number: loss_fn returned {got}. Return a scalar tensor, or a pair "
-            f"(loss_sum, weight) of scalars."
+            f"The loss must be one number: loss_fn returned {got}. Return a scalar tensor, or a "
+            f"pair (loss_sum, weight) of scalars."
         )
     if weight is not None and not isinstance(weight, torch.Tensor):
         weight = torch.tensor(float(weight), dtype=loss.dtype, device=loss.device)

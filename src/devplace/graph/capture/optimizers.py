@@ -78,7 +78,8 @@ class UpdateRule:
         if self.kind == "sgd" and (options["momentum"] != 0) != (self.options["momentum"] != 0):
             raise CaptureError(
                 f"Momentum cannot be switched on or off after capture: group {self.group} has "
-                f"{options['momentum']!r}, captured with {self.options['momentum']!r}. Capture again."
+                f"{options['momentum']!r}, captured with {self.options['momentum']!r}. "
+                f"Capture again."
             )
 
     def apply(

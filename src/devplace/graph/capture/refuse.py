@@ -16,7 +16,7 @@ from devplace.graph.capture.tags import Tagger, is_user_file
 
 _WRAPPERS = {
     "DataParallel": "Pass the module inside it (model.module).",
-    "DistributedDataParallel": "Pass the module inside it (model.module); devplace places it itself.",
+    "DistributedDataParallel": "Pass the module inside it (model.module); devplace spreads it.",
     "FullyShardedDataParallel": "Pass the unwrapped module; devplace places its parameters itself.",
     "FSDPModule": "Pass the unsharded module; devplace places its parameters itself.",
     "ScriptModule": "Pass the Python module it was scripted or traced from.",
@@ -36,15 +36,16 @@ def unwrap(model: Any) -> torch.nn.Module:
         model = inner
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(
-            f"The model must be a torch.nn.Module, got {type(model).__name__}. Wrap the function in "
-            f"a module."
+            f"The model must be a torch.nn.Module, got {type(model).__name__}. Wrap the function "
+            f"in a module."
         )
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 where = f"module {name!r}" if name else "the model"
                 raise CaptureError(
-                    f"{kind.__name__} cannot be captured: {where} is one. {_WRAPPERS[kind.__name__]}"
+                    f"{kind.__name__} cannot be captured: {where} is one. "
+                    f"{_WRAPPERS[kind.__name__]}"
                 )
     return model
 
@@ -58,8 +59,9 @@ def explain(error: Exception, tagger: Tagger) -> CaptureError:
     name, text = type(error).__name__, str(error)
     if _SHAPE in name or "DynamicOutputShape" in text:
         return CaptureError(
-            f"Shapes must not depend on values: {_op_name(text)} at {where} has an output whose size "
-            f"depends on the data. Use masks or torch.where instead of boolean indexing or nonzero."
+            f"Shapes must not depend on values: {_op_name(text)} at {where} has an output whose "
+            f"size depends on the data. Use masks or torch.where instead of boolean "
+            f"indexing or nonzero."
         )
     if name in _VALUE_READ or "data-dependent" in text or "_local_scalar_dense" in text:
         return CaptureError(_value_read(where, owner))
@@ -129,8 +131,9 @@ def refuse_recomputed_random(tagger: Tagger) -> None:
     tag, line = tagger.recomputed_random
     module = None if tag.module == "?" else tag.module
     raise CaptureError(
-        f"Activation checkpointing cannot replay random ops: {describe_place(module, line)} draws again in "
-        f"backward. Move the dropout out of the checkpointed part, or turn checkpointing off."
+        f"Activation checkpointing cannot replay random ops: {describe_place(module, line)} "
+        f"draws again in backward. Move the dropout out of the checkpointed part, or "
+        f"turn checkpointing off."
     )
 
 
@@ -155,14 +158,15 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
             written += [memory[s] for s in storages(node) if s in memory]
     if written:
         raise CaptureError(
-            f"State must be kept in buffers: the plain attribute {written[0]!r} is read and changed "
-            f"by the step. Use register_buffer."
+            f"State must be kept in buffers: the plain attribute {written[0]!r} is read and "
+            f"changed by the step. Use register_buffer."
         )
 
 
 def refuse_written_input(name: str, module: str, line: str) -> CaptureError:
     """Error for a step that changes its input in place."""
     return CaptureError(
-        f"Inputs must not be changed in place: input {name!r} is written at {describe_place(module, line)}. "
+        f"Inputs must not be changed in place: input {name!r} is written at "
+        f"{describe_place(module, line)}. "
         f"Work on a copy (x = x.clone())."
     )

@@ -207,8 +207,8 @@ class Step:
         loss, weight = split_loss(self._call(leaves))
         if self.request.mode == "train" and not loss.requires_grad:
             raise CaptureError(
-                "The loss must depend on a trainable parameter: it does not require gradients. Check "
-                "for no_grad, detach, or frozen parameters; without an optimizer, evaluation works."
+                "The loss must depend on a trainable parameter: it does not require gradients. "
+                "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
         return loss, weight
 

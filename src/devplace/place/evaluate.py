@@ -1,0 +1,138 @@
+"""The counted simulator: the one currency all placers spend."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.place.budget import Budget
+from devplace.problem import Placement, Problem
+from devplace.simulate import make_kernel
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a placer learns about one placement.
+
+    Attributes:
+        step_ns: Predicted step time.
+        overflow_bytes: Bytes over the limits, summed over devices and pools; 0 when it fits.
+    """
+
+    step_ns: int
+    overflow_bytes: int
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether every limit holds."""
+        return self.overflow_bytes == 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Smaller is better: first that it fits, then the time."""
+        return (self.overflow_bytes, self.step_ns)
+
+
+class Evaluator:
+    """Simulates placements and counts them; remembers the best.
+
+    Attributes:
+        problem: What is placed.
+        budget: What may be spent.
+        num_evaluations: Simulations done.
+        history: (evaluations, seconds, step_ns) whenever a better feasible placement was found.
+    """
+
+    def __init__(self, problem: Problem, budget: Budget, threads: int | None = None) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.kernel = make_kernel(problem.core)
+        self.num_evaluations = 0
+        self.history: list[tuple[int, float, int]] = []
+        self.threads = threads or os.cpu_count() or 1
+        self._started = time.monotonic()
+        self._best_ns: int | None = None
+        tasks, wires = problem.core.tasks, problem.core.wires
+        self._limits, self._pool_limits = wires.limit_bytes, wires.pool_limit_bytes
+        total = int(
+            tasks.storage_bytes.sum()
+            + tasks.carrier_bytes.sum()
+            + tasks.const_bytes.sum()
+            + tasks.workspace_bytes.sum()
+        )
+        smallest = [*self._limits.tolist(), *self._pool_limits.tolist()]
+        self.memory_cannot_bind = not smallest or total <= min(smallest)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time spent, s."""
+        return time.monotonic() - self._started
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the budget is used up."""
+        limit, most = self.budget.seconds, self.budget.evaluations
+        return (limit is not None and self.seconds >= limit) or (
+            most is not None and self.num_evaluations >= most
+        )
+
+    @property
+    def fraction_spent(self) -> float:
+        """Part of the budget used, 0 to 1; the larger of time and evaluations."""
+        parts = [0.0]
+        if self.budget.seconds is not None:
+            parts.append(self.seconds / self.budget.seconds)
+        if self.budget.evaluations is not None:
+            parts.append(self.num_evaluations / self.budget.evaluations)
+        return min(1.0, max(parts))
+
+    def __call__(self, placement: Placement) -> Score:
+        """Simulate one placement."""
+        priority = placement.priority
+        if priority is not None:
+            priority = np.ascontiguousarray(priority[self.problem.core.tasks.task_op], np.int64)
+        step, overflow = self.batch(self.problem.task_devices(placement)[None, :], priority)
+        return Score(int(step[0]), int(overflow[0]))
+
+    def batch(self, devices: I32, priorities: I64 | None = None) -> tuple[I64, I64]:
+        """Simulate many placements of tasks; rows over the evaluation budget are not simulated.
+
+        Args:
+            devices: Device of each task. int32 `[B, N]`
+            priorities: int64 `[B, N]` or `[N]`; None: critical-path priorities of each row.
+
+        Returns:
+            Step times `[B]` and overflows in bytes `[B]`. A row not simulated has the largest
+            integer in both.
+        """
+        count = len(devices)
+        if self.budget.evaluations is not None:
+            left = self.budget.evaluations - self.num_evaluations
+            count = max(0, min(count, left))
+        step = np.full(len(devices), np.iinfo(np.int64).max)
+        overflow = step.copy()
+        if count == 0:
+            return step, overflow
+        rows = priorities[:count] if priorities is not None and priorities.ndim == 2 else priorities
+        scores = self.kernel.evaluate(
+            devices[:count], rows, not self.memory_cannot_bind, self.threads
+        )
+        self.num_evaluations += count
+        step[:count] = scores.makespan_ns
+        overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
+        overflow[:count] += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
+        self._remember(step[:count], overflow[:count])
+        return step, overflow
+
+    def _remember(self, step: I64, overflow: I64) -> None:
+        fits = step[overflow == 0]
+        if len(fits) and (self._best_ns is None or int(fits.min()) < self._best_ns):
+            self._best_ns = int(fits.min())
+            self.history.append((self.num_evaluations, self.seconds, self._best_ns))

@@ -1,0 +1,166 @@
+"""Run a placer: owns clock, seed, budget and history, and checks what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from devplace.errors import InfeasibleError, ProblemError
+from devplace.place.budget import Budget
+from devplace.place.evaluate import Evaluator
+from devplace.place.placer import Placer
+from devplace.plan import Plan, make_plan
+from devplace.problem import Placement, Problem
+from devplace.simulate import Timeline, make_kernel, simulate
+from devplace.simulate.bounds import LowerBound, lower_bound
+from devplace.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a placer found.
+
+    Attributes:
+        placement: Devices and priorities.
+        timeline: Its simulation, done again after the placer ended.
+        plan: The same as a plan that can be saved and run.
+        placer: Name of the placer.
+        seed: Seed it ran with.
+        evaluations: Simulations it used.
+        seconds: Wall-clock time it took, s.
+        history: (evaluations, seconds, step_ns) at each improvement.
+        bound: Lower bounds of the problem.
+    """
+
+    placement: Placement
+    timeline: Timeline
+    plan: Plan
+    placer: str
+    seed: int
+    evaluations: int
+    seconds: float
+    history: tuple[tuple[int, float, int], ...]
+    bound: LowerBound = field(repr=False)
+
+    @property
+    def step_ns(self) -> int:
+        """Predicted step time."""
+        return self.timeline.makespan_ns
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether every memory limit holds."""
+        return self.timeline.is_feasible
+
+    @property
+    def gap(self) -> float:
+        """How far the step is above the lower bound: step / bound - 1."""
+        return self.step_ns / self.bound.step_ns - 1 if self.bound.step_ns else 0.0
+
+
+def place(
+    problem: Problem,
+    placer: Placer,
+    budget: Budget | str | None = None,
+    seed: int = 0,
+    *,
+    request: dict[str, Any] | None = None,
+    allow_infeasible: bool = False,
+    bound: LowerBound | None = None,
+) -> Result:
+    """Place `problem` with `placer`.
+
+    Args:
+        problem: What is placed.
+        placer: Who places it.
+        budget: Budget, or text such as `30s` or `2000ev`; 30 s by default.
+        seed: Seed of all randomness. The same seed and evaluations give the same plan.
+        request: How the problem came about (model, machine ...), kept in the plan.
+        allow_infeasible: Return the best placement even if it breaks a memory limit.
+        bound: Lower bounds, if already known.
+
+    Raises:
+        InfeasibleError: Nothing within the memory limits was found; says what is missing where.
+        ProblemError: The placer does not support the problem.
+        InputError: A budget that is not positive.
+    """
+    budget = Budget.parse(budget)
+    reason = placer.supports(problem)
+    if reason:
+        raise ProblemError(f"Placer {placer.name} cannot place this: {reason}. Choose another one.")
+    bound = bound or lower_bound(problem)
+    if bound.is_infeasible and not allow_infeasible:
+        raise _no_room(problem, bound)
+    evaluate = Evaluator(problem, budget)
+    placement = placer(problem, evaluate, np.random.default_rng(seed))
+    seconds = evaluate.seconds
+    broken = problem.violations(placement)
+    if broken:
+        raise AssertionError(f"placer {placer.name} broke a demand: {broken[0]}")
+    placement = with_priority(problem, placement)
+    timeline = simulate(problem, placement)
+    if not timeline.is_feasible and not allow_infeasible:
+        raise infeasible(timeline, placer.name)
+    made = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
+    made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
+    plan = make_plan(timeline, placement.priority, {**made, **(request or {})}, bound.step_ns)
+    return Result(
+        placement,
+        timeline,
+        plan,
+        placer.name,
+        seed,
+        evaluate.num_evaluations,
+        seconds,
+        tuple(evaluate.history),
+        bound,
+    )
+
+
+def with_priority(problem: Problem, placement: Placement) -> Placement:
+    """The placement with explicit priorities: its own, or critical-path ones."""
+    if placement.priority is not None:
+        return placement
+    tasks = problem.core.tasks
+    priority = np.zeros(len(problem.graph.ops), np.int64)
+    device = problem.task_devices(placement)
+    priority[tasks.task_op] = make_kernel(problem.core).priority(device)
+    return Placement(placement.devices, priority)
+
+
+def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:
+    """The error for a placement that does not fit: which limit, how much is missing, what helps."""
+    problem = timeline.problem
+    missing = timeline.missing_bytes
+    worst = max(missing, key=lambda name: missing[name])
+    index = problem.machine.device_index.get(worst)
+    if index is None:
+        pool = next(p for p in range(len(problem.machine.pools)) if problem.machine.pools[p].name == worst)
+        need, limit = timeline.pool_peak_bytes[pool], problem.core.wires.pool_limit_bytes[pool]
+    else:
+        need, limit = timeline.peak_bytes[index], problem.limit_bytes[index]
+    return InfeasibleError(
+        f"Placer {placer} found no placement within the memory limits: {worst} needs "
+        f"{format_bytes(int(need))}, {format_bytes(missing[worst])} more than its limit of "
+        f"{format_bytes(int(limit))}. Raise the limit by that much, lower the batch size, or add a "
+        f"device.",
+        missing,
+    )
+
+
+def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
+    lacking = bound.static_bytes - bound.capacity_bytes
+    if lacking <= 0:
+        return InfeasibleError(
+            "No placement can fit: one op alone needs more memory than any device has. "
+            "Lower the batch size or split that op.",
+        )
+    return InfeasibleError(
+        f"No placement can fit: parameters and optimizer state alone need "
+        f"{format_bytes(bound.static_bytes)}, all usable devices together have "
+        f"{format_bytes(bound.capacity_bytes)}, {format_bytes(lacking)} too little. "
+        f"Add a device, raise a limit, or use an optimizer with less state.",
+        {"all devices": lacking},
+    )

@@ -1,0 +1,159 @@
+"""devplace's own search: coarse by structure, then fine, then the order. Never worse than trivial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.graph.coarsen import coarsen, max_depth
+from devplace.place.anneal import Annealer, Best, Classes, make_classes
+from devplace.place.etf import Etf
+from devplace.place.evaluate import Evaluator
+from devplace.place.even import Topo, even_split, shares
+from devplace.place.greedy import Greedy
+from devplace.place.groups import (
+    accelerators,
+    by_vote,
+    group_time_ns,
+    mean_duration_ns,
+    op_devices,
+)
+from devplace.place.heft import Heft
+from devplace.place.modules import module_chain
+from devplace.place.refine import improve_order, refine_placement
+from devplace.place.single import all_on
+from devplace.problem import Placement, Problem
+
+I32 = NDArray[np.int32]
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Annealing over structural classes, coarse to fine, then moves on the critical path, then the
+    order.
+
+    Classes are module path x main path or weight-gradient side path (`graph.coarsen`); nothing is
+    known of particular models. All trivial plans (each single device, CPU, even and greedy splits,
+    list schedulers) are tried first, so the result is never worse than any of them.
+
+    Attributes:
+        width: Neighbours simulated at once; part of the result, so the same on every machine.
+        restarts: Annealing runs per level from different starts.
+        coarse: Classes on the coarsest level, at least.
+        fine: Classes on the finest level, at most.
+        heat: First temperature as a part of the step time.
+    """
+
+    name: str = "search"
+    width: int = 4
+    restarts: int = 3
+    coarse: int = 12
+    fine: int = 1500
+    heat: float = 0.02
+
+    def supports(self, problem: Problem) -> str:
+        """Always."""
+        return ""
+
+    def __call__(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> Placement:
+        """Search until the budget is spent."""
+        starts = self._trivial(problem, evaluate, rng)
+        annealer = Annealer(problem, evaluate, rng, starts[0], self.width)
+        everything = list(problem.usable_devices)
+        fast = accelerators(problem)
+        devices = fast if starts[0].overflow_bytes == 0 else everything
+        levels = self._levels(problem)
+        self._coarse(annealer, levels[0], starts, devices, rng)
+        for k, level in enumerate(levels[1:]):
+            until = 0.45 + 0.3 * (k + 1) / (len(levels) - 1)
+            start = level.vote(
+                annealer.best.groups, group_time_ns(problem).mean(axis=1), len(problem.machine.devices)
+            )
+            annealer.run(level, start, everything, until, self.heat / 4, 3000)
+        for share in (0.82, 0.9, 1.0):
+            improve_order(annealer, rng, share - 0.04, 2 * self.width)
+            refine_placement(annealer, rng, everything, share, self.width)
+        best = annealer.best
+        placement = Placement(op_devices(problem, best.groups))
+        if best.priority is None:
+            return placement
+        priority = np.zeros(len(problem.graph.ops), np.int64)
+        priority[problem.core.tasks.task_op] = best.priority
+        return Placement(placement.devices, priority)
+
+    def _trivial(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> list[Best]:
+        """All trivial plans, best first."""
+        found: list[Best] = []
+        first = _first_task_of_group(problem)
+
+        def keep(placement: Placement) -> None:
+            score = evaluate(placement)
+            groups = problem.task_devices(placement)[first]
+            found.append(Best(groups, score.step_ns, score.overflow_bytes))
+
+        for device in problem.usable_devices:
+            keep(all_on(problem, device))
+        chain, devices = module_chain(problem), accelerators(problem)
+        weight = mean_duration_ns(problem)
+        for count in range(2, len(devices) + 1):
+            if not evaluate.exhausted:
+                keep(even_split(problem, chain, devices[:count]))
+                wish = np.array(devices, np.int32)[shares(weight, count)]
+                keep(Placement(op_devices(problem, by_vote(problem, wish, weight))))
+        for placer in (Greedy(), Topo(), Heft(), Etf()):
+            if not evaluate.exhausted:
+                keep(placer(problem, evaluate, rng))
+        return sorted(found, key=lambda best: best.key)
+
+    def _levels(self, problem: Problem) -> list[Classes]:
+        """Classes from coarse to fine; levels that add nothing are left out."""
+        graph, time = problem.graph, mean_duration_ns(problem)
+        deepest = max_depth(graph)
+        kinds = [(depth, False, 1) for depth in range(1, deepest + 1)]
+        kinds += [(deepest, True, 1), (deepest, True, 2), (deepest, True, 4), (deepest, True, 8)]
+        levels: list[Classes] = []
+        for depth, by_micro_batch, calls in kinds:
+            level = make_classes(problem, coarsen(graph, depth, by_micro_batch, calls).of_op, time)
+            if level.count > self.fine:
+                break
+            if levels and (level.count <= levels[-1].count or levels[-1].count < self.coarse):
+                levels.pop()
+            levels.append(level)
+        if not levels:
+            per_group = np.arange(len(graph.ops), dtype=np.int32)
+            blocks = (per_group * self.fine // len(graph.ops)).astype(np.int32)
+            levels.append(make_classes(problem, blocks, time))
+        return levels
+
+    def _coarse(
+        self,
+        annealer: Annealer,
+        level: Classes,
+        starts: list[Best],
+        devices: list[int],
+        rng: np.random.Generator,
+    ) -> None:
+        problem = annealer.problem
+        count = len(problem.machine.devices)
+        group_time = group_time_ns(problem).mean(axis=1)
+        for k in range(self.restarts):
+            if k < len(starts) and k != self.restarts - 1:
+                start = level.vote(starts[k].groups, group_time, count)
+            else:
+                start = rng.choice(np.array(devices, np.int32), level.count)
+            until = 0.45 * (k + 1) / self.restarts
+            annealer.run(level, start.astype(np.int32), devices, until, self.heat, 1200)
+
+
+def _first_task_of_group(problem: Problem) -> I32:
+    tasks = problem.core.tasks
+    first = np.zeros(tasks.num_groups, np.int32)
+    first[tasks.group[::-1]] = np.arange(tasks.num_tasks - 1, -1, -1)
+    return first

@@ -1,0 +1,61 @@
+"""Everything on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from devplace.errors import ProblemError
+from devplace.place.evaluate import Evaluator
+from devplace.place.groups import legal, op_devices
+from devplace.problem import Placement, Problem
+
+
+def all_on(problem: Problem, device: int) -> Placement:
+    """Every op on one device, except what is not allowed there."""
+    wish = np.full(problem.core.tasks.num_groups, device, np.int32)
+    return Placement(op_devices(problem, legal(problem, wish)))
+
+
+@dataclass(frozen=True)
+class Single:
+    """The best single device; pins and unsupported ops still hold."""
+
+    name: str = "single"
+
+    def supports(self, problem: Problem) -> str:
+        """Always."""
+        return ""
+
+    def __call__(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> Placement:
+        """Try each usable device."""
+        placements = [all_on(problem, device) for device in problem.usable_devices]
+        return min(placements, key=lambda placement: evaluate(placement).key)
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Everything on the CPU."""
+
+    name: str = "cpu"
+
+    def supports(self, problem: Problem) -> str:
+        """Only on a machine with a usable CPU device."""
+        return "" if _cpus(problem) else "the machine has no usable CPU device"
+
+    def __call__(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> Placement:
+        """Try each CPU device."""
+        devices = _cpus(problem)
+        if not devices:
+            raise ProblemError("Placer cpu needs a CPU device. Choose another placer or machine.")
+        return min((all_on(problem, d) for d in devices), key=lambda p: evaluate(p).key)
+
+
+def _cpus(problem: Problem) -> list[int]:
+    devices = problem.machine.devices
+    return [d for d in problem.usable_devices if devices[d].kind == "cpu"]

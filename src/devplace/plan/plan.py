@@ -1,0 +1,285 @@
+"""A plan: what to do (placement and order) apart from what was predicted of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import devplace
+from devplace.errors import PlanError, PlanMismatchError
+from devplace.graph.serialize import fingerprint as graph_fingerprint
+from devplace.machine import Machine
+from devplace.problem import Placement, Problem
+from devplace.simulate import Timeline, simulate
+
+FORMAT = "devplace plan"
+FORMAT_VERSION = 1
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Numbers predicted when the plan was made. For people; always recomputed, never trusted.
+
+    Attributes:
+        step_ns: Step time.
+        peak_bytes: Device name -> largest memory in use.
+        transfer_bytes: Bytes that cross links.
+        num_transfers: Tensors that cross links.
+        lower_bound_ns: No plan can be faster, by the same costs.
+    """
+
+    step_ns: int
+    peak_bytes: dict[str, int]
+    transfer_bytes: int
+    num_transfers: int
+    lower_bound_ns: int = 0
+
+
+class Fingerprints(msgspec.Struct, frozen=True):
+    """What the plan was made for."""
+
+    graph: str
+    machine: str
+    devplace: str
+    torch: str = ""
+
+
+class _PlanFile(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    request: dict[str, Any]
+    fingerprints: Fingerprints
+    predicted: Prediction
+    devices: tuple[str, ...]
+    ops: tuple[str, ...]
+    placement: tuple[int, ...]
+    priority: tuple[int, ...]
+    order: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Device of every op, and the order of ops on every device.
+
+    Attributes:
+        ops: Op names, in graph order.
+        device_names: Device names, in machine order.
+        placement: Index of each op's device.
+        priority: Among ready ops the larger runs first (see `Placement`).
+        order: Per device, indices of the ops it runs, in order.
+        predicted: What was predicted when it was made.
+        fingerprints: What it was made for.
+        request: How it was made: model, machine, placer, seed, limits, pins; plain JSON.
+        problem: The problem it solves, while in memory.
+    """
+
+    ops: tuple[str, ...]
+    device_names: tuple[str, ...]
+    placement: tuple[int, ...]
+    priority: tuple[int, ...]
+    order: tuple[tuple[int, ...], ...]
+    predicted: Prediction
+    fingerprints: Fingerprints
+    request: dict[str, Any] = field(default_factory=dict)
+    problem: Problem | None = field(default=None, compare=False, repr=False)
+
+    def as_placement(self) -> Placement:
+        """Placement and order as the simulator takes them."""
+        return Placement(
+            np.array(self.placement, np.int32), np.array(self.priority, np.int64)
+        )
+
+    def check(self, problem: Problem) -> None:
+        """Refuse a problem this plan was not made for.
+
+        Raises:
+            PlanMismatchError: Says what differs.
+            PlanError: The plan breaks a demand of the problem (colocation, pins, order).
+        """
+        _check_graph(self, problem)
+        _check_machine(self, problem.machine)
+        broken = problem.violations(self.as_placement())
+        if broken:
+            raise PlanError(f"The plan breaks a rule: {broken[0]}. Plan again, or undo the edit.")
+        _check_order(self, problem)
+
+    def timeline(self, problem: Problem | None = None) -> Timeline:
+        """Simulate the plan; numbers are those of the problem's costs, not the stored ones."""
+        problem = problem or self.problem
+        if problem is None:
+            raise PlanError("A plan from a file needs a problem: capture the model and build one.")
+        return simulate(problem, self.as_placement())
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; an existing file is replaced only by a whole new one."""
+        target = Path(path)
+        part = target.with_name(target.name + ".part")
+        try:
+            part.write_bytes(self.to_json())
+            part.replace(target)
+        except OSError as error:
+            raise PlanError(f"Cannot write plan {path}: {error.strerror}. Check the path.") from error
+
+    def to_json(self) -> bytes:
+        """The plan as JSON."""
+        data = _PlanFile(
+            FORMAT,
+            FORMAT_VERSION,
+            self.request,
+            self.fingerprints,
+            self.predicted,
+            self.device_names,
+            self.ops,
+            self.placement,
+            self.priority,
+            dict(zip(self.device_names, self.order, strict=True)),
+        )
+        return msgspec.json.encode(data) + b"\n"
+
+
+def make_plan(timeline: Timeline, priority: Any, request: dict[str, Any], bound_ns: int = 0) -> Plan:
+    """Plan from a simulated placement.
+
+    Args:
+        timeline: Its simulation.
+        priority: Priorities it was simulated with, int64 `[V]`.
+        request: How it was made.
+        bound_ns: Lower bound of the problem, if known.
+    """
+    problem = timeline.problem
+    names = problem.machine.device_names
+    return Plan(
+        ops=tuple(op.name for op in problem.graph.ops),
+        device_names=names,
+        placement=tuple(int(d) for d in timeline.devices),
+        priority=tuple(int(p) for p in priority),
+        order=timeline.order,
+        predicted=Prediction(
+            timeline.makespan_ns,
+            dict(zip(names, map(int, timeline.peak_bytes), strict=True)),
+            timeline.transfer_bytes,
+            len(timeline.transfers),
+            bound_ns,
+        ),
+        fingerprints=Fingerprints(
+            graph_fingerprint(problem.graph),
+            machine_fingerprint(problem.machine),
+            devplace.__version__,
+            str(problem.graph.meta.get("torch", "")),
+        ),
+        request=request,
+        problem=problem,
+    )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        PlanError: Missing, truncated, edited so that it no longer hangs together, another format.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"Cannot read plan {path}: {error.strerror}. Check the path.") from error
+    try:
+        found = msgspec.json.decode(data, type=_PlanFile)
+    except msgspec.MsgspecError as error:
+        raise PlanError(f"{path} is not a whole devplace plan: {error}. Make the plan again.") from error
+    if found.format != FORMAT or found.version != FORMAT_VERSION:
+        raise PlanError(
+            f"{path} has format {found.format!r} version {found.version}, expected {FORMAT!r} "
+            f"version {FORMAT_VERSION}. Make the plan again."
+        )
+    _check_file(found, str(path))
+    return Plan(
+        found.ops,
+        found.devices,
+        found.placement,
+        found.priority,
+        tuple(found.order[name] for name in found.devices),
+        found.predicted,
+        found.fingerprints,
+        found.request,
+    )
+
+
+def machine_fingerprint(machine: Machine) -> str:
+    """Text that changes when devices, links or pools change; their order does not count."""
+    devices = sorted(msgspec.json.encode(device, order="sorted") for device in machine.devices)
+    links = sorted(msgspec.json.encode(link, order="sorted") for link in machine.links)
+    pools = sorted(msgspec.json.encode(pool, order="sorted") for pool in machine.pools)
+    return hashlib.sha256(b"\n".join([*devices, *links, *pools])).hexdigest()[:16]
+
+
+def _check_file(found: _PlanFile, where: str) -> None:
+    count = len(found.ops)
+    for name, value in (("placement", found.placement), ("priority", found.priority)):
+        if len(value) != count:
+            raise PlanError(
+                f"{where}: {name} must have one entry per op: {len(value)} for {count} ops. "
+                f"Make the plan again."
+            )
+    for op, device in zip(found.ops, found.placement, strict=True):
+        if not 0 <= device < len(found.devices):
+            raise PlanError(
+                f"{where}: {op!r} is on device {device}, but there are {len(found.devices)} devices."
+            )
+    if set(found.order) != set(found.devices):
+        raise PlanError(f"{where}: order must have one list per device. Make the plan again.")
+    for index, name in enumerate(found.devices):
+        for op_index in found.order[name]:
+            if not 0 <= op_index < count or found.placement[op_index] != index:
+                raise PlanError(
+                    f"{where}: order of {name} lists op {op_index}, which is not placed there. "
+                    f"Make the plan again."
+                )
+
+
+def _check_graph(plan: Plan, problem: Problem) -> None:
+    graph = problem.graph
+    if plan.fingerprints.graph == graph_fingerprint(graph) and len(plan.ops) == len(graph.ops):
+        names = tuple(op.name for op in graph.ops)
+        if names == plan.ops:
+            return
+    if len(plan.ops) != len(graph.ops):
+        difference = f"it has {len(plan.ops)} ops, this model {len(graph.ops)}"
+    else:
+        pairs = zip(plan.ops, graph.ops, strict=True)
+        name = next((op.name for known, op in pairs if known != op.name), None)
+        difference = f"op {name!r} differs" if name else "shapes, dtypes or edges differ"
+    torch = str(graph.meta.get("torch", ""))
+    if torch != plan.fingerprints.torch:
+        difference += f" (made with torch {plan.fingerprints.torch}, this is {torch})"
+    raise PlanMismatchError(
+        f"The plan was made for another model or batch: {difference}. Plan again."
+    )
+
+
+def _check_machine(plan: Plan, machine: Machine) -> None:
+    if plan.device_names != machine.device_names:
+        raise PlanMismatchError(
+            f"The plan was made for another machine: its devices are "
+            f"{', '.join(plan.device_names)}, these are {', '.join(machine.device_names)}. Plan again."
+        )
+    if plan.fingerprints.machine != machine_fingerprint(machine):
+        raise PlanMismatchError(
+            f"The plan was made for another machine: {machine.name!r} has the same device names, "
+            f"but other memory, rates or links. Plan again."
+        )
+
+
+def _check_order(plan: Plan, problem: Problem) -> None:
+    tasks = problem.core.tasks
+    work = {int(op) for op, source in zip(tasks.task_op, tasks.is_source, strict=True) if not source}
+    listed = [op for row in plan.order for op in row]
+    if len(listed) != len(set(listed)) or set(listed) != work:
+        missing = sorted(work - set(listed))
+        name = plan.ops[missing[0]] if missing else "some op"
+        raise PlanError(
+            f"Every op must be in exactly one order: {name!r} is not. Make the plan again."
+        )

@@ -1,0 +1,57 @@
+"""Copies of tensors that keep the kind of memory layout, so that kernels round as before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from devplace.run.schedule import Transfer
+
+
+def clone_tensor(value: Any, _transfer: Transfer | None = None) -> Any:
+    """Copy a tensor to another logical device.
+
+    Kernels pick vectorised or strided loops, whose results can differ in the last bit, by whether
+    dimensions are dense. A dense tensor keeps its strides. In one with gaps (a column, a chunk of
+    gates) each gap shrinks to one element but stays one, so the copy takes at most about twice the
+    tensor's own bytes.
+    """
+    if value.is_contiguous():
+        return value.clone()
+    strides = shrunk_strides(value.shape, value.stride())
+    if strides is None:
+        return value.clone()
+    copied = torch.empty_strided(value.shape, strides, dtype=value.dtype)
+    repeated = [d for d, stride in enumerate(strides) if stride == 0]
+    source, target = value, copied
+    for dim in repeated:
+        source, target = source.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+    target.copy_(source)
+    return copied
+
+
+def shrunk_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """Strides with every gap between dimensions reduced to one element.
+
+    Returns:
+        None for an empty tensor and for one whose elements overlap other than by repetition.
+
+    Example:
+        >>> shrunk_strides((8, 5), (20, 1)), shrunk_strides((3, 4), (1, 3))
+        ([6, 1], [1, 3])
+    """
+    if 0 in shape:
+        return None
+    shrunk = [0] * len(shape)
+    dense, new_dense = 1, 1
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] > 1)):
+        if shape[dim] == 1:
+            shrunk[dim] = new_dense
+        elif strides[dim] != 0:
+            if strides[dim] < dense:
+                return None
+            shrunk[dim] = new_dense if strides[dim] == dense else new_dense + 1
+            dense, new_dense = strides[dim] * shape[dim], shrunk[dim] * shape[dim]
+    return shrunk
