@@ -13,7 +13,7 @@ from devplace.cost import CostTable
 from devplace.graph import Op, OpGraph, Tensor
 from devplace.machine import Device, Link, Machine
 from devplace.problem import Placement, Problem
-from devplace.simulate import make_kernel
+from devplace.simulator import make_kernel
 
 NUM_OPS, WINDOW, NUM_DEVICES = 10_000, 200, 4
 BANDWIDTH_BYTES_PER_S, LATENCY_NS = 50 * 10**9, 5_000

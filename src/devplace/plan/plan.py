@@ -15,7 +15,7 @@ from devplace.errors import PlanError, PlanMismatchError
 from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Machine
 from devplace.problem import Placement, Problem
-from devplace.simulate import Timeline, simulate
+from devplace.simulator import Timeline, simulate
 
 FORMAT = "devplace plan"
 FORMAT_VERSION = 1

@@ -122,7 +122,8 @@ def check_leaf(leaf: Any, what: str) -> None:
         raise CaptureError(
             f"{what} must be tensors in tuples, lists, dicts or dataclasses: {name!r} "
             f"holds tensors but is unknown to torch. Register it: "
-            f"torch.utils._pytree.register_pytree_node({name}, lambda x: ([x.a, x.b], None), lambda values, _: {name}(*values))."
+            f"torch.utils._pytree.register_pytree_node({name}, lambda x: ([x.a, x.b], None), "
+            f"lambda values, _: {name}(*values))."
         )
 
 

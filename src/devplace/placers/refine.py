@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.place.anneal import Annealer, Best
+from devplace.placers.anneal import Annealer, Best
 from devplace.problem import Problem
-from devplace.simulate.reference import CoreTimeline
+from devplace.simulator.reference import CoreTimeline
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

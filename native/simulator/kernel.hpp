@@ -1,4 +1,4 @@
-// The simulator of src/devplace/simulate/reference.py, written for speed; see there for the rules.
+// The simulator of src/devplace/simulator/reference.py, written for speed; see there for the rules.
 // Every quantity is an integer, so both give the same nanosecond and byte.
 #pragma once
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.place.budget import Budget
+from devplace.placers.budget import Budget
 from devplace.problem import Placement, Problem
-from devplace.simulate import make_kernel
+from devplace.simulator import make_kernel
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.place.groups import legal, op_devices
-from devplace.place.ledger import MemoryLedger
+from devplace.placers.groups import legal, op_devices
+from devplace.placers.ledger import MemoryLedger
 from devplace.problem import Placement, Problem
 
 F64 = NDArray[np.float64]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.place.groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
 from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.place.evaluate import Evaluator
-from devplace.place.groups import accelerators
-from devplace.place.modules import ModuleChain, module_chain
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import accelerators
+from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
 
 

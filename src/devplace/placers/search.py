@@ -8,22 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
-from devplace.place.anneal import Annealer, Best, Classes, make_classes
-from devplace.place.etf import Etf
-from devplace.place.evaluate import Evaluator
-from devplace.place.even import Topo, even_split, shares
-from devplace.place.greedy import Greedy
-from devplace.place.groups import (
+from devplace.placers.anneal import Annealer, Best, Classes, make_classes
+from devplace.placers.etf import Etf
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.even import Topo, even_split, shares
+from devplace.placers.greedy import Greedy
+from devplace.placers.groups import (
     accelerators,
     by_vote,
     group_time_ns,
     mean_duration_ns,
     op_devices,
 )
-from devplace.place.heft import Heft
-from devplace.place.modules import module_chain
-from devplace.place.refine import improve_order, refine_placement
-from devplace.place.single import all_on
+from devplace.placers.heft import Heft
+from devplace.placers.modules import module_chain
+from devplace.placers.refine import improve_order, refine_placement
+from devplace.placers.single import all_on
 from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem import Placement, Problem
-from devplace.simulate.kernel import SimulatorKernel, make_kernel
-from devplace.simulate.reference import CoreTimeline
+from devplace.simulator.kernel import SimulatorKernel, make_kernel
+from devplace.simulator.reference import CoreTimeline
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem import Core
-from devplace.simulate.reference import CoreTimeline, critical_path_priority, simulate_core
+from devplace.simulator.reference import CoreTimeline, critical_path_priority, simulate_core
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -58,7 +58,7 @@ def native_module() -> Any:
     if os.environ.get("DEVPLACE_NATIVE", "1").strip().lower() in ("0", "false", "off", "no"):
         return None
     try:
-        from devplace.simulate import _native  # type: ignore[attr-defined]
+        from devplace.simulator import _native  # type: ignore[attr-defined]
     except ImportError:
         return None
     return _native

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.place.evaluate import Evaluator
-from devplace.place.groups import legal, op_devices
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import legal, op_devices
 from devplace.problem import Placement, Problem
 
 

@@ -1,4 +1,4 @@
-// Python face of the simulator: devplace.simulate._native.
+// Python face of the simulator: devplace.simulator._native.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -162,7 +162,7 @@ class Kernel {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Fast simulator, equal to devplace.simulate.reference.";
+  m.doc() = "Fast simulator, equal to devplace.simulator.reference.";
   nb::class_<Kernel>(m, "Kernel")
       .def(nb::init<nb::object, nb::object>(), nb::arg("tasks"), nb::arg("wires"))
       .def("priority", &Kernel::priority, nb::arg("device"))

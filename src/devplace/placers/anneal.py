@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.place.evaluate import Evaluator
-from devplace.place.groups import legal
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import legal
 from devplace.problem import Problem
 
 I32 = NDArray[np.int32]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devplace.problem import Problem
-from devplace.simulate.kernel import NativeKernel, ReferenceKernel, native_module
+from devplace.simulator.kernel import NativeKernel, ReferenceKernel, native_module
 from tests.strategies import problems, random_placement
 
 native = native_module()
@@ -73,7 +73,7 @@ def test_the_fallback_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the native simulator switched off one line is logged, and results are the same."""
-    from devplace.simulate import kernel
+    from devplace.simulator import kernel
     from tests.strategies import random_problem
 
     monkeypatch.setenv("DEVPLACE_NATIVE", "off")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.place.evaluate import Evaluator
-from devplace.place.groups import accelerators, by_vote, mean_duration_ns, op_devices
-from devplace.place.modules import ModuleChain, module_chain
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import accelerators, by_vote, mean_duration_ns, op_devices
+from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
 
 

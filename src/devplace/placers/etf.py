@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.place.evaluate import Evaluator
-from devplace.place.groups import accelerators
-from devplace.place.list_schedule import ListSchedule, upward_rank
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import accelerators
+from devplace.placers.list_schedule import ListSchedule, upward_rank
 from devplace.problem import Placement, Problem
 
 _Entry = tuple[float, int, int]

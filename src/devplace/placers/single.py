@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from devplace.errors import ProblemError
-from devplace.place.evaluate import Evaluator
-from devplace.place.groups import legal, op_devices
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import legal, op_devices
 from devplace.problem import Placement, Problem
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from devplace.place.evaluate import Evaluator
+from devplace.placers.evaluate import Evaluator
 from devplace.problem import Placement, Problem
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from devplace.errors import InfeasibleError, ProblemError
-from devplace.place.budget import Budget
-from devplace.place.evaluate import Evaluator
-from devplace.place.placer import Placer
+from devplace.placers.budget import Budget
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.placer import Placer
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
-from devplace.simulate import Timeline, make_kernel, simulate
-from devplace.simulate.bounds import LowerBound, lower_bound
+from devplace.simulator import Timeline, make_kernel, simulate
+from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import format_bytes
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devplace.problem import Problem
-from devplace.simulate import make_kernel
-from devplace.simulate.bounds import lower_bound
+from devplace.simulator import make_kernel
+from devplace.simulator.bounds import lower_bound
 from tests.strategies import problems, random_placement, random_problem
 
 

@@ -1,0 +1,52 @@
+"""Who decides where ops go. A new placer is one file and one line in `ALL`."""
+
+from devplace.placers.budget import Budget
+from devplace.placers.etf import Etf
+from devplace.placers.evaluate import Evaluator, Score
+from devplace.placers.even import Even, Topo
+from devplace.placers.greedy import Greedy
+from devplace.placers.heft import Heft
+from devplace.placers.place import Result, place
+from devplace.placers.placer import Placer
+from devplace.placers.random import Random
+from devplace.placers.search import Search
+from devplace.placers.single import Cpu, Single
+
+ALL: tuple[type[Placer], ...] = (Single, Cpu, Even, Greedy, Topo, Heft, Etf, Random, Search)
+
+__all__ = [
+    "ALL",
+    "Budget",
+    "Cpu",
+    "Etf",
+    "Evaluator",
+    "Even",
+    "Greedy",
+    "Heft",
+    "Placer",
+    "Random",
+    "Result",
+    "Score",
+    "Search",
+    "Single",
+    "Topo",
+    "by_name",
+    "place",
+]
+
+
+def by_name(name: str) -> Placer:
+    """The placer of this name, with its default hyper-parameters.
+
+    Raises:
+        InputError: No such placer; says which there are.
+    """
+    from devplace.errors import InputError
+    from devplace.machine import did_you_mean
+
+    known = {placer().name: placer for placer in ALL}
+    if name not in known:
+        raise InputError(
+            f"Unknown placer {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+        )
+    return known[name]()

@@ -1,0 +1,151 @@
+"""A step cut into micro-batches gives the loss and gradients of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from devplace.errors import CaptureError
+from devplace.graph.capture import capture
+from tests.graph.capture_checks import assert_same_training, batches, sgd, small_net, xent
+
+
+def net_without_norm() -> nn.Module:
+    """Linear layers only: rows do not influence each other."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_s79_uneven_micro_batches_give_the_mean_loss(rows: int, chunks: int) -> None:
+    """Batch 8 in 3 chunks and a last batch of 5: the loss is the mean over rows."""
+    graph = assert_same_training(
+        net_without_norm(), batches(rows=rows), xent, sgd, micro_batches=chunks
+    )
+    assert graph.meta["micro_batch_sizes"] == [
+        len(part) for part in torch.arange(rows).tensor_split(chunks)
+    ]
+    assert {op.micro_batch for op in graph.ops} == {-1, *range(chunks)}
+
+
+def test_loss_sum_and_weight_is_exact_for_class_weights() -> None:
+    """With (loss_sum, weight) a class-weighted loss over uneven chunks equals the whole one."""
+    weights = torch.tensor([0.1, 1.0, 3.0, 0.5]).double()
+    data = [(x, y, weights) for x, y in batches(rows=7)]
+
+    def pair(m: nn.Module, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
+        return F.cross_entropy(m(x), y, weight=w, reduction="sum"), w[y].sum()
+
+    def whole(m: nn.Module, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m(x), y, weight=w)
+
+    for chunks in (1, 3):
+        assert_same_training(
+            net_without_norm(), data, pair, sgd, eager_loss=whole, micro_batches=chunks
+        )
+
+
+def test_loss_sum_and_weight_is_exact_when_the_weight_is_learned() -> None:
+    """A weight that depends on parameters is differentiated too."""
+
+    def pair(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return F.cross_entropy(m(x), y, reduction="sum"), m(x).square().sum()
+
+    def whole(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss, weight = pair(m, x, y)
+        return loss / weight
+
+    assert_same_training(
+        net_without_norm(), batches(rows=7), pair, sgd, eager_loss=whole, micro_batches=3
+    )
+
+
+def test_masked_tokens_are_weighted_by_their_number() -> None:
+    """Ignored targets, unevenly spread over chunks, do not shift the loss."""
+    data = []
+    for x, y in batches(rows=6):
+        target = y.clone()
+        target[:3] = -100
+        data.append((x, target))
+
+    def pair(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return F.cross_entropy(m(x), y, reduction="sum"), (y != -100).sum()
+
+    assert_same_training(net_without_norm(), data, pair, sgd, eager_loss=xent, micro_batches=2)
+
+
+def test_other_inputs_are_shared_whole() -> None:
+    """Only inputs with the batch's rows are cut; a mask of another size is not."""
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]).double()
+    data = [({"x": x, "extra": [y]}, mask) for x, y in batches(rows=6)]
+
+    def loss(m: nn.Module, batch: Any, mask: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m(batch["x"] * mask), batch["extra"][0])
+
+    graph = assert_same_training(net_without_norm(), data, loss, sgd, micro_batches=3)
+    cuts = [op for op in graph.ops if "split_with_sizes" in op.target]
+    assert [len(op.outputs) for op in cuts] == [3, 3]
+    assert {graph.ops[graph.producer[op.alias_of]].name for op in cuts} == {
+        "input[0.x]",
+        "input[0.extra.0]",
+    }
+
+
+def test_batch_norm_statistics_chain_through_chunks() -> None:
+    """Running statistics and counter are those of running the chunks one after another."""
+    def eager(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        parts = zip(x.tensor_split(2), y.tensor_split(2), strict=True)
+        return sum(xent(m, a, b) * (len(a) / len(x)) for a, b in parts)  # type: ignore[return-value]
+
+    assert_same_training(
+        small_net(), batches(rows=7), xent, sgd, eager_loss=eager, micro_batches=2
+    )
+
+
+def test_clipping_sees_the_accumulated_gradient() -> None:
+    """The norm is that of the whole batch's gradient, not of one chunk's."""
+    assert_same_training(
+        net_without_norm(),
+        batches(rows=6),
+        xent,
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.5),
+        micro_batches=3,
+        clip_grad_norm=0.1,
+        after_backward=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1),
+    )
+
+
+def test_gradients_are_added_in_chunk_order() -> None:
+    """Each weight gradient adds chunk 0, 1, 2 one after another, in the parameter's module."""
+    graph = assert_same_training(
+        net_without_norm(), batches(rows=6), xent, sgd, micro_batches=3
+    )
+    adds = [op for op in graph.ops if op.stage == "backward" and op.target == "aten.add.Tensor"]
+    assert [op.micro_batch for op in adds] == [1] * 4 + [2] * 4
+    assert [op.module for op in adds] == ["0", "0", "2", "2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        (7, "7 micro-batches, but the batch has 6 rows. Use micro_batches <= 6"),
+        (0, "micro_batches must be an integer of at least 1, got 0"),
+        (1.5, "micro_batches must be an integer of at least 1, got 1.5"),
+    ],
+)
+def test_impossible_number_of_micro_batches_is_refused(chunks: Any, message: str) -> None:
+    """More chunks than rows, or no whole positive number, is an error that names both."""
+    model = net_without_norm()
+    with pytest.raises(CaptureError, match=message):
+        capture(model, batches()[0], xent, sgd(model), micro_batches=chunks)
+
+
+def test_inference_is_not_cut() -> None:
+    """Micro-batches need a loss."""
+    with pytest.raises(CaptureError, match="needs a loss"):
+        capture(net_without_norm(), batches()[0][0], micro_batches=2)
