@@ -1,0 +1,89 @@
+# Everything happens in .venv, which the targets make themselves. The first run of a target takes
+# minutes (torch is large); later ones start at once and reinstall only what changed.
+#
+#   make demo        plan a translation model for four GPUs and compare the ways to place it
+#   make test        run all tests            make test-gpu   those that need a CUDA device
+#   make lint        formatting, types, import directions
+#   make docs        HTML in docs/_build      make bench      speed of capture, simulator, start
+#
+# Variables:
+#   PYTHON=python3.12      the Python to make .venv with (3.11 or newer; found by itself)
+#   TORCH=torch==2.13.0    the torch to install. Give another version, wheel or pip options, such
+#                          as a CPU-only build on a machine without GPUs. With TORCH= the torch
+#                          that .venv has is kept.
+
+TORCH ?= torch==2.13.0
+PYTHON ?=
+WORKERS ?= 2
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-gpu lint docs bench clean FORCE
+
+BIN := .venv/bin
+DONE := .venv/devplace
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
+NATIVE := CMakeLists.txt $(wildcard native/simulator/*)
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+demo: $(DONE)/package
+	@mkdir -p demo
+	$(BIN)/devplace compare nmt-4 --machine k40x4 --budget 30s -o demo/plan.json
+	@echo "The best plan is in demo/plan.json. Next: devplace trace demo/plan.json -o demo/trace.json"
+
+test: $(DONE)/package $(DONE)/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+test-gpu: $(DONE)/package $(DONE)/test
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(DONE)/package $(DONE)/test $(DONE)/lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict src/devplace
+	$(BIN)/lint-imports
+
+docs: $(DONE)/package $(DONE)/docs
+	$(BIN)/sphinx-build -q -W --keep-going -n -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
+bench: $(DONE)/package
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf .venv build demo docs/_build
+
+$(BIN)/python:
+	@echo "Making .venv"
+	@for python in $(PYTHON) $(if $(PYTHON),,python3 python3.14 python3.13 python3.12 python3.11 python); do \
+	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then "$$python" -m venv .venv && exit 0; fi; \
+	done; \
+	echo "devplace needs Python 3.11 or newer with the venv module (on Debian: python3-venv)," \
+	  "and found none$(if $(PYTHON), at PYTHON=$(PYTHON)). Install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+
+# Rewritten only when TORCH has another value than at the last installation.
+$(DONE)/torch: FORCE $(BIN)/python
+	@mkdir -p $(DONE)
+	@if [ "$$(cat $@ 2>/dev/null || echo none)" != '$(TORCH)' ]; then \
+	  if [ -n '$(TORCH)' ]; then echo "Installing $(TORCH)"; $(PIP) $(TORCH); \
+	  else echo "Keeping the torch that .venv has"; fi; \
+	  echo '$(TORCH)' > $@; fi
+
+$(DONE)/package: pyproject.toml $(NATIVE) $(DONE)/torch
+	@echo "Installing devplace with its native simulator"
+	@$(PIP) --editable .
+	@$(BIN)/python -c 'from devplace.simulator import native_module as native; \
+	print("Native simulator:", "built" if native() else "not built (no C++ compiler?); the plain Python one is used")'
+	@touch $@
+
+$(DONE)/test $(DONE)/lint $(DONE)/docs: $(DONE)/%: pyproject.toml $(DONE)/torch
+	@echo "Installing what 'make $*' needs"
+	@$(BIN)/python -c 'import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' > $@.txt
+	@$(PIP) -r $@.txt
+	@touch $@
