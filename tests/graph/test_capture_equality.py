@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.graph.capture_checks import Runner, assert_same_training, batches, small_net, xent
 from torch import nn
 
 from devplace.errors import CaptureError
 from devplace.graph.capture import capture
-from tests.graph.capture_checks import Runner, assert_same_training, batches, small_net, xent
 
 SGD_VARIANTS: list[dict[str, Any]] = [
     {},

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.graph.capture_checks import assert_same_training, batches, sgd, small_net, xent
 from torch import nn
 
 from devplace.errors import CaptureError
 from devplace.graph.capture import capture
-from tests.graph.capture_checks import assert_same_training, batches, sgd, small_net, xent
 
 
 def net_without_norm() -> nn.Module:
@@ -98,13 +98,12 @@ def test_other_inputs_are_shared_whole() -> None:
 
 def test_batch_norm_statistics_chain_through_chunks() -> None:
     """Running statistics and counter are those of running the chunks one after another."""
+
     def eager(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         parts = zip(x.tensor_split(2), y.tensor_split(2), strict=True)
         return sum(xent(m, a, b) * (len(a) / len(x)) for a, b in parts)  # type: ignore[return-value]
 
-    assert_same_training(
-        small_net(), batches(rows=7), xent, sgd, eager_loss=eager, micro_batches=2
-    )
+    assert_same_training(small_net(), batches(rows=7), xent, sgd, eager_loss=eager, micro_batches=2)
 
 
 def test_clipping_sees_the_accumulated_gradient() -> None:
@@ -122,9 +121,7 @@ def test_clipping_sees_the_accumulated_gradient() -> None:
 
 def test_gradients_are_added_in_chunk_order() -> None:
     """Each weight gradient adds chunk 0, 1, 2 one after another, in the parameter's module."""
-    graph = assert_same_training(
-        net_without_norm(), batches(rows=6), xent, sgd, micro_batches=3
-    )
+    graph = assert_same_training(net_without_norm(), batches(rows=6), xent, sgd, micro_batches=3)
     adds = [op for op in graph.ops if op.stage == "backward" and op.target == "aten.add.Tensor"]
     assert [op.micro_batch for op in adds] == [1] * 4 + [2] * 4
     assert [op.module for op in adds] == ["0", "0", "2", "2"] * 2

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.analysis import mutates, storages
+from devplace.graph.capture.analysis import mutates, view_bases
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.tags import Tagger, is_user_file
 
@@ -65,8 +65,7 @@ def explain(error: Exception, tagger: Tagger) -> CaptureError:
         )
     if name in _VALUE_READ or "data-dependent" in text or "_local_scalar_dense" in text:
         return CaptureError(_value_read(where, owner))
-    missing = re.search(r"([\w]+)[.:]{1,2}([\w]+)(\.\w+)?.*?(no fake impl|Meta)", text, re.DOTALL)
-    if name == "UnsupportedOperatorException" or (missing and "aten" not in missing.group(1)):
+    if name == "UnsupportedOperatorException" or "no fake impl" in text or "'Meta'" in text:
         op = _op_name(text)
         return CaptureError(
             f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
@@ -92,7 +91,8 @@ def _value_read(where: str, owner: Any) -> str:
 
 
 def _op_name(text: str) -> str:
-    match = re.search(r"([A-Za-z_]\w*)(?:::|\.)([A-Za-z_]\w*)", text)
+    name = r"([A-Za-z_]\w*)"
+    match = re.search(f"{name}::{name}", text) or re.search(rf"{name}\.{name}", text)
     return f"{match.group(1)}::{match.group(2)}" if match else "an operator"
 
 
@@ -144,23 +144,33 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
         CaptureError: Such a tensor is read, and written in place or replaced.
     """
     plain = step.plain_tensors
-    read: dict[str, str] = {}
-    memory: dict[int, str] = {}
+    read: set[str] = set()
+    written: list[str] = []
     for node in gm.graph.nodes:
         if node.op == "get_attr":
-            value = getattr(gm, node.target)
-            if id(value) in plain:
-                read[plain[id(value)]] = node.name
-                memory |= dict.fromkeys(storages(node), plain[id(value)])
-    written = [name for name in step.replaced_attributes if name in read]
-    for node in gm.graph.nodes:
-        if memory and mutates(node):
-            written += [memory[s] for s in storages(node) if s in memory]
+            read.add(plain.get(id(getattr(gm, node.target)), ""))
+        elif mutates(node):
+            owner = _memory_owner(node)
+            if owner.op == "get_attr":
+                written.append(
+                    plain.get(id(getattr(gm, owner.target)), "a tensor outside the model")
+                )
+    written += [name for name in step.replaced_attributes if name in read]
     if written:
         raise CaptureError(
-            f"State must be kept in buffers: the plain attribute {written[0]!r} is read and "
+            f"State must be kept in buffers: {written[0]!r} is no buffer, but is read and "
             f"changed by the step. Use register_buffer."
         )
+
+
+def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose memory a write of `node` reaches; fresh constants own theirs."""
+    while "lift_fresh" not in str(node.target):
+        bases = node.args[:1] if mutates(node) else view_bases(node)
+        if not bases or not isinstance(bases[0], torch.fx.Node):
+            break
+        node = bases[0]
+    return node
 
 
 def refuse_written_input(name: str, module: str, line: str) -> CaptureError:

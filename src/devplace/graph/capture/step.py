@@ -266,8 +266,9 @@ class Step:
             losses = [loss for loss, _ in parts]
             weights = [_require_weight(weight) for _, weight in parts]
             loss_sum, weight_sum = (sum(t.detach() for t in ts) for ts in (losses, weights))
+            weight_sum = weight_sum.to(losses[0].dtype)  # counts are integers
             total = loss_sum / weight_sum
-            seed = weight_sum.reciprocal().to(losses[0].dtype) if wanted else None
+            seed = weight_sum.reciprocal() if wanted else None
         grads: dict[str, torch.Tensor] = {}
         for index, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
             self.tagger.micro_batch = index

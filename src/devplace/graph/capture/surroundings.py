@@ -84,18 +84,15 @@ def refuse_host_random(run: Callable[[], Any], tagger: Tagger, model: torch.nn.M
         CaptureError: Always; names module and source line where they can be found.
     """
     found: list[tuple[str, str]] = []
-    generators = [random.Random]
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random:
-        generators.append(numpy_random.RandomState)
+
+    def note() -> None:
+        found.append((tagger.current_module, user_line()))
 
     def watch(frame: Any, event: str, argument: Any) -> None:
-        if event == "c_call" and not found:
-            owner = getattr(argument, "__self__", None)
-            if isinstance(owner, tuple(generators)):
-                found.append((tagger.current_module, user_line()))
+        if event == "c_call" and isinstance(getattr(argument, "__self__", None), random.Random):
+            note()
 
-    with undisturbed(model), contextlib.suppress(Exception):
+    with undisturbed(model), _watched_numpy(note), contextlib.suppress(Exception):
         sys.setprofile(watch)
         try:
             run()
@@ -106,3 +103,33 @@ def refuse_host_random(run: Callable[[], Any], tagger: Tagger, model: torch.nn.M
         f"Random decisions on the host would be frozen by capture: {where} draws from Python's or "
         f"NumPy's generator. Draw with torch, or decide outside the step and pass it as an input."
     )
+
+
+@contextlib.contextmanager
+def _watched_numpy(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` on every function of NumPy's global generator; a profiler does not see them."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        yield
+        return
+    own = numpy_random.RandomState
+    functions = {
+        name: function
+        for name, function in vars(numpy_random).items()
+        if isinstance(getattr(function, "__self__", None), own)
+    }
+
+    def watched(function: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note()
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, function in functions.items():
+            setattr(numpy_random, name, watched(function))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(numpy_random, name, function)
