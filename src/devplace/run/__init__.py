@@ -1,1 +1,16 @@
-"""."""
+"""Placed steps on real devices: run them, measure them, check their numbers."""
+
+from devplace.run.check import CheckReport, check
+from devplace.run.compile import Step, compile_step
+from devplace.run.planned import check_plan, compile
+from devplace.run.timeline import MeasuredTimeline
+
+__all__ = [
+    "CheckReport",
+    "MeasuredTimeline",
+    "Step",
+    "check",
+    "check_plan",
+    "compile",
+    "compile_step",
+]

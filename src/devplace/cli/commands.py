@@ -1,0 +1,167 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from devplace import __version__
+
+if TYPE_CHECKING:
+    from devplace.cli.session import Request
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Lists commands in the order of the work, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="devplace")
+def devplace() -> None:
+    """Plan, explain and run one PyTorch training step over several devices.
+
+    \b
+    Exit codes: 0 ok, 2 bad input, 3 infeasible, 4 verification failed,
+    5 plan does not match machine or model.
+    """
+
+
+def _problem_options(command: F) -> F:
+    options = [
+        click.argument("model"),
+        click.option("--machine", default="detect", show_default=True, metavar="NAME|FILE"),
+        click.option("--budget", default="30s", show_default=True, metavar="30s|2000ev"),
+        click.option("--seed", default=0, show_default=True, type=int),
+        click.option("--size", default="full", show_default=True, metavar="small|full"),
+        click.option("--batch", type=int, help="Samples per step; the model's own by default."),
+        click.option(
+            "--micro-batches", default=1, show_default=True, type=int, help="Chunks of the batch."
+        ),
+        click.option("--optimizer", default="sgd", show_default=True, metavar="sgd|adam|adamw"),
+        click.option(
+            "--limit", multiple=True, metavar="DEVICE=SIZE", help="Memory limit, as cuda:0=20GiB."
+        ),
+        click.option(
+            "--pin", multiple=True, metavar="PATTERN=DEVICE", help="As 'encoder.*=cuda:1'."
+        ),
+        click.option("--exclude", multiple=True, metavar="DEVICE", help="Do not use this device."),
+        click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _request(values: dict[str, Any]) -> Request:
+    from devplace.cli.session import Request
+
+    names = ("model", "machine", "size", "batch", "micro_batches", "optimizer")
+    demands = {name: values[name] for name in ("limit", "pin", "exclude")}
+    return Request.from_options({name: values[name] for name in names}, demands)
+
+
+@devplace.command()
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
+def workloads(as_json: bool) -> None:
+    """List the built-in models."""
+    from devplace import workloads as room
+
+    if as_json:
+        _print_json([{"name": name, "about": room.describe(name)} for name in room.NAMES])
+        return
+    width = max(map(len, room.NAMES))
+    for name in room.NAMES:
+        click.echo(f"{name:{width}}  {room.describe(name)}")
+    click.echo("\nAny file.py:function that returns (model, inputs, loss_fn) works the same.")
+
+
+@devplace.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
+def machines(name: str | None, as_json: bool) -> None:
+    """List machine presets, or show one (a preset, a machine file, or `detect`)."""
+    from devplace.cli import show
+
+    if name is None:
+        show.machine_list(as_json)
+    else:
+        show.machine(name, as_json)
+
+
+@devplace.command()
+@_problem_options
+@click.option("--placer", default="search", show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
+def plan(**values: Any) -> None:
+    """Plan one training step of MODEL (a workload, or file.py:function)."""
+    from devplace.cli import planning
+
+    outcome = planning.plan(
+        _request(values), values["placer"], values["budget"], values["seed"], values["output"]
+    )
+    _show(outcome, values["as_json"])
+
+
+@devplace.command()
+@_problem_options
+@click.option("--placers", default="all", show_default=True, metavar="a,b,...|all")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best plan here.")
+def compare(**values: Any) -> None:
+    """Plan MODEL with several placers on the same budget, and compare them."""
+    from devplace.cli import planning
+
+    outcome = planning.compare(
+        _request(values), values["placers"], values["budget"], values["seed"], values["output"]
+    )
+    _show(outcome, values["as_json"])
+
+
+@devplace.command()
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--seed", default=0, show_default=True, type=int, help="Of dropout and the like.")
+@click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
+def run(plan_file: Path, steps: int, seed: int, machine: str | None, as_json: bool) -> None:
+    """Run PLAN on logical CPU devices and check it against the unplaced step."""
+    from devplace.cli import running
+
+    _show(running.run(plan_file, steps, seed, machine), as_json)
+
+
+@devplace.command()
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
+@click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
+def trace(plan_file: Path, output: Path, machine: str | None, as_json: bool) -> None:
+    """Write PLAN's timeline as a Chrome trace; the measured one too, after a run."""
+    from devplace.cli import running
+
+    _show(running.trace(plan_file, output, machine), as_json)
+
+
+def _show(outcome: Any, as_json: bool) -> None:
+    """Print an outcome and leave with its exit code."""
+    if as_json:
+        _print_json(outcome.as_json())
+    else:
+        outcome.print()
+    if outcome.exit_code:
+        if outcome.complaint:
+            click.echo(f"devplace: {outcome.complaint}", err=True)
+        sys.exit(outcome.exit_code)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value))

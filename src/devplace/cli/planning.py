@@ -1,0 +1,226 @@
+"""`devplace plan` and `devplace compare`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from devplace import placers
+from devplace.cli.session import Request, Session, open_session
+from devplace.errors import InputError
+from devplace.placers import Budget, Placer, Result
+from devplace.placers.place import infeasible
+from devplace.simulator.bounds import LowerBound, lower_bound
+
+
+@dataclass(frozen=True)
+class PlanOutcome:
+    """One plan."""
+
+    session: Session
+    result: Result
+    single_ns: int
+    output: Path | None
+
+    @property
+    def exit_code(self) -> int:
+        """0 if it fits, else 3."""
+        return 0 if self.result.is_feasible else 3
+
+    @property
+    def complaint(self) -> str:
+        """Why it does not fit."""
+        if self.result.is_feasible:
+            return ""
+        return str(infeasible(self.result.timeline, self.result.placer))
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        from devplace.report import comparison_json, memory_json
+
+        row = comparison_json([self.result], self.session.request.model)
+        return {
+            **{key: row[key] for key in ("model", "machine", "lower_bound_ns")},
+            **row["rows"][0],
+            "seed": self.result.seed,
+            "gap": self.result.gap,
+            "single_ns": self.single_ns,
+            "memory": memory_json(self.result.timeline),
+            "notes": list(self.session.problem.notes),
+            "plan": str(self.output) if self.output and self.result.is_feasible else None,
+        }
+
+    def print(self) -> None:
+        """For people."""
+        from rich.console import Console
+
+        from devplace.report import memory_table, plan_summary
+
+        for line in plan_summary(self.result, self.single_ns):
+            click.echo(line)
+        Console().print(memory_table(self.result.timeline))
+        for note in self.session.problem.notes:
+            click.echo(f"note: {note}")
+        if self.output and self.result.is_feasible:
+            click.echo(f"Plan written to {self.output}")
+
+
+@dataclass(frozen=True)
+class CompareOutcome:
+    """Several placers on one problem."""
+
+    session: Session
+    results: list[Result]
+    unsupported: dict[str, str]
+    bound: LowerBound
+    output: Path | None
+
+    @property
+    def best(self) -> Result | None:
+        """The fastest plan that fits."""
+        fitting = [result for result in self.results if result.is_feasible]
+        return min(fitting, key=lambda result: result.step_ns, default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if some plan fits, else 3."""
+        return 0 if self.best is not None else 3
+
+    @property
+    def complaint(self) -> str:
+        """Why nothing fits."""
+        if self.best is not None:
+            return ""
+        if not self.results:
+            return "No placer supports this problem."
+        closest = min(self.results, key=lambda r: sum(r.timeline.missing_bytes.values()))
+        return str(infeasible(closest.timeline, closest.placer))
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        from devplace.report import comparison_json
+
+        return comparison_json(
+            self.results, self.session.request.model, unsupported=self.unsupported
+        )
+
+    def print(self) -> None:
+        """For people."""
+        from rich.console import Console
+
+        from devplace.report import comparison_table
+
+        console = Console()
+        graph = self.session.problem.graph
+        click.echo(
+            f"{self.session.request.model} on {self.session.problem.machine.name}: "
+            f"{len(graph.ops)} ops, {graph.num_edges} edges, captured for "
+            f"{graph.meta.get('device', 'cpu')}; predicted by the {self._origin()} cost model"
+        )
+        console.print(comparison_table(self.results, unsupported=self.unsupported))
+        if self.output and self.best is not None:
+            click.echo(f"Plan of {self.best.placer} written to {self.output}")
+
+    def _origin(self) -> str:
+        return self.session.problem.costs.origin
+
+
+def plan(
+    request: Request, placer_name: str, budget: str, seed: int, output: Path | None
+) -> PlanOutcome:
+    """Plan with one placer."""
+    placer, limits = placers.by_name(placer_name), Budget.parse(budget)
+    _check_output(output)
+    session = open_session(request)
+    bound = lower_bound(session.problem)
+    with _progress([placer_name], limits) as begin:
+        begin(placer_name)
+        result = _place(session, placer, limits, seed, bound)
+    single = placers.place(
+        session.problem, placers.Single(), limits, allow_infeasible=True, bound=bound
+    )
+    if output is not None and result.is_feasible:
+        result.plan.save(output)
+    return PlanOutcome(session, result, single.step_ns, output)
+
+
+def compare(
+    request: Request, names: str, budget: str, seed: int, output: Path | None
+) -> CompareOutcome:
+    """Plan with several placers, each on the whole budget."""
+    chosen = _choose(names)
+    limits = Budget.parse(budget)
+    _check_output(output)
+    session = open_session(request)
+    bound = lower_bound(session.problem)
+    results: list[Result] = []
+    unsupported = {}
+    with _progress([placer.name for placer in chosen], limits) as begin:
+        for placer in chosen:
+            begin(placer.name)
+            reason = placer.supports(session.problem)
+            if reason:
+                unsupported[placer.name] = reason
+            else:
+                results.append(_place(session, placer, limits, seed, bound))
+    outcome = CompareOutcome(session, results, unsupported, bound, output)
+    if output is not None and outcome.best is not None:
+        outcome.best.plan.save(output)
+    return outcome
+
+
+def _place(
+    session: Session, placer: Placer, budget: Budget, seed: int, bound: LowerBound
+) -> Result:
+    return placers.place(
+        session.problem,
+        placer,
+        budget,
+        seed,
+        request=session.request.as_json(),
+        allow_infeasible=True,
+        bound=bound,
+    )
+
+
+def _choose(names: str) -> list[Placer]:
+    if names.strip() == "all":
+        return [placer() for placer in placers.ALL]
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not wanted:
+        raise InputError("--placers must name at least one placer, or be 'all'.")
+    return [placers.by_name(name) for name in wanted]
+
+
+def _check_output(output: Path | None) -> None:
+    """A path that cannot be written is told before the search, not after."""
+    if output is None:
+        return
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        raise InputError(f"Cannot write a plan to {output}: no such folder, or a folder itself.")
+
+
+@contextmanager
+def _progress(names: list[str], budget: Budget) -> Iterator[Any]:
+    """Which placer is at work, on stderr; silent when that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("planning", total=len(names))
+
+        def begin(name: str) -> None:
+            done = names.index(name)
+            progress.update(bar, completed=done, description=f"{name} ({done + 1}/{len(names)})")
+
+        yield begin

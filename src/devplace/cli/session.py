@@ -1,0 +1,205 @@
+"""From options to a problem: resolve the model, capture it, price it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from devplace.errors import InputError, PlanError, PlanMismatchError
+from devplace.plan import Plan
+from devplace.problem import Problem
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
+_KEYS = ("model", "machine", "size", "batch", "micro_batches", "optimizer")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked to be planned.
+
+    Attributes:
+        model: Workload name or `file.py:function`.
+        machine: Preset, machine file, or `detect`.
+        size: `small` or `full`.
+        batch: Samples per step, or None.
+        micro_batches: Chunks of the batch.
+        optimizer: One of `OPTIMIZERS`.
+        limits, pins, exclude: See `Problem`.
+    """
+
+    model: str
+    machine: str
+    size: str = "full"
+    batch: int | None = None
+    micro_batches: int = 1
+    optimizer: str = "sgd"
+    limits: dict[str, int | str] = field(default_factory=dict)
+    pins: dict[str, str] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(
+                f"Unknown optimizer {self.optimizer!r}. Known: {', '.join(OPTIMIZERS)}."
+            )
+        if self.micro_batches < 1:
+            raise InputError(f"--micro-batches must be at least 1, got {self.micro_batches}.")
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any], demands: dict[str, Sequence[str]]) -> Request:
+        """From command-line options; `demands` has the texts of --limit, --pin and --exclude."""
+        return cls(
+            **options,
+            limits={**_pairs(demands["limit"], "--limit", "cuda:0=20GiB")},
+            pins=_pairs(demands["pin"], "--pin", "encoder.*=cuda:1"),
+            exclude=tuple(demands["exclude"]),
+        )
+
+    @classmethod
+    def from_plan(cls, plan: Plan, machine: str | None) -> Request:
+        """The request a plan file was made with.
+
+        Raises:
+            PlanError: The plan was not made by the command line.
+        """
+        made = plan.request
+        try:
+            options = {key: made[key] for key in _KEYS}
+            options["machine"] = machine or options["machine"]
+            demands = {"limits": made["limits"], "pins": made["pins"]}
+            return cls(**options, **demands, exclude=tuple(made["exclude"]))
+        except (KeyError, TypeError) as error:
+            raise PlanError(
+                f"The plan does not say how it was made ({error}). Only plans written by "
+                f"`devplace plan` or `devplace compare` can be used here; make it again."
+            ) from error
+
+    def as_json(self) -> dict[str, Any]:
+        """The part of a plan's request that this record holds."""
+        return {key: getattr(self, key) for key in _KEYS}
+
+
+def _pairs(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        left, equals, right = text.rpartition("=")
+        if not equals or not left or not right:
+            raise InputError(f"{option} must look like {example}, got {text!r}.")
+        if left in found:
+            raise InputError(f"{option} names {left!r} twice. Keep one.")
+        found[left] = right
+    return found
+
+
+@dataclass(frozen=True)
+class Session:
+    """A captured and priced request."""
+
+    request: Request
+    workload: Any
+    optimizer: Any
+    problem: Problem
+
+
+def open_session(request: Request, *, with_values: bool = False) -> Session:
+    """Build the model, capture its training step and price it on the machine.
+
+    Args:
+        request: What is wanted.
+        with_values: Give the model real weights, to run it; else it is on the meta device.
+    """
+    from devplace.machine import load_machine
+
+    machine = load_machine(request.machine)  # cheap, so wrong names are told before a long capture
+    _check_devices(request, machine)
+    workload, optimizer, graph = _capture(request, "cpu" if with_values else "meta")
+    from devplace.cost.analytic import Analytic
+
+    problem = Problem(
+        graph,
+        machine,
+        Analytic()(graph, machine),
+        limits=request.limits,
+        pins=request.pins,
+        exclude=request.exclude,
+    )
+    return Session(request, workload, optimizer, problem)
+
+
+def _check_devices(request: Request, machine: Any) -> None:
+    from devplace.problem.names import resolve_device
+    from devplace.units import parse_size
+
+    for name, value in request.limits.items():
+        resolve_device(machine, name, "--limit")
+        parse_size(value, f"Limit of {name}")
+    for pattern, name in request.pins.items():
+        resolve_device(machine, name, f"--pin {pattern!r}")
+    for name in request.exclude:
+        resolve_device(machine, name, "--exclude")
+
+
+def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
+    from devplace import workloads
+
+    with working("loading torch and the model") as note:
+        workload = workloads.resolve(
+            request.model, size=request.size, batch=request.batch, device=device
+        )
+        import torch
+
+        from devplace.graph.capture import capture
+
+        optimizers = {
+            "sgd": torch.optim.SGD,
+            "adam": torch.optim.Adam,
+            "adamw": torch.optim.AdamW,
+        }
+        parameters = [p for p in workload.model.parameters() if p.requires_grad]
+        if not parameters:
+            raise InputError(
+                f"Model {request.model!r} has no trainable parameters, so there is no training "
+                f"step to plan. Give a model with parameters that require gradients."
+            )
+        optimizer = optimizers[request.optimizer](parameters, lr=LEARNING_RATE[request.optimizer])
+        note("capturing the training step")
+        graph = capture(
+            workload.model,
+            workload.inputs,
+            workload.loss_fn,
+            optimizer,
+            request.micro_batches,
+            name=request.model,
+            progress=lambda stage, count: note(f"{stage}: {count} nodes"),
+        )
+    return workload, optimizer, graph
+
+
+def reopen(plan: Plan, machine: str | None, *, with_values: bool = False) -> Session:
+    """The session a plan was made in, checked against the plan.
+
+    Raises:
+        PlanMismatchError: Model or machine has changed since.
+    """
+    session = open_session(Request.from_plan(plan, machine), with_values=with_values)
+    try:
+        plan.check(session.problem)
+    except PlanMismatchError:
+        raise
+    return session
+
+
+@contextmanager
+def working(what: str) -> Iterator[Any]:
+    """Show what is being done on stderr while it takes long; silent when that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as status:
+        yield status.update

@@ -1,0 +1,130 @@
+"""Plans made runnable: a plan and a model give a step to call, or a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from devplace.errors import InputError, PlanMismatchError
+from devplace.graph import OpGraph
+from devplace.graph.serialize import fingerprint
+from devplace.plan import Plan
+from devplace.run.check import CheckReport, check
+from devplace.run.compile import Step, compile_step
+
+
+def compile(
+    model: Any,
+    plan: Plan,
+    *,
+    optimizer: Any = None,
+    graph: OpGraph | None = None,
+    example_inputs: Any = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    micro_batches: int = 1,
+    seed: int = 0,
+) -> Step:
+    """Make a planned step callable on logical CPU devices.
+
+    Args:
+        model: The model the plan was made for.
+        plan: The plan; in the process that made it, nothing more is needed but the optimizer.
+        optimizer: The optimizer given to `capture`; its present learning rates are used at every
+            step. None for inference.
+        graph: The captured step. Default: the plan's own, or a new capture.
+        example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
+            again for a plan from a file.
+        seed: Fixes all random numbers, whatever the placement.
+
+    Returns:
+        A step: `loss = step(*batch)`, `step.sync()` writes back into model and optimizer.
+
+    Raises:
+        PlanMismatchError: The model, batch or optimizer differs from what the plan was made for.
+        InputError: Nothing to run: the plan is from a file and no example inputs were given.
+    """
+    found = graph or (plan.problem.graph if plan.problem is not None else None)
+    if found is None or found.program is None:
+        found = _capture_again(
+            model, example_inputs, example_kwargs, loss_fn, optimizer, micro_batches
+        )
+    check_graph(plan, found)
+    return compile_step(
+        model, optimizer, found, plan.placement, plan.order, plan.device_names, seed
+    )
+
+
+def check_plan(
+    plan: Plan,
+    graph: OpGraph,
+    model: Any,
+    optimizer: Any,
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    steps: int = 3,
+    seed: int = 0,
+) -> CheckReport:
+    """Run a plan beside the unplaced step and compare every result; see `check`.
+
+    Raises:
+        VerificationError: A result is off by more than its limit.
+        PlanMismatchError: The graph is not the plan's.
+    """
+    check_graph(plan, graph)
+    return check(
+        graph,
+        model,
+        optimizer,
+        inputs,
+        plan.placement,
+        plan.order,
+        plan.device_names,
+        steps,
+        seed,
+        kwargs,
+    )
+
+
+def check_graph(plan: Plan, graph: OpGraph) -> None:
+    """Refuse a graph the plan was not made for.
+
+    Raises:
+        PlanMismatchError: Says what differs.
+    """
+    if len(plan.ops) != len(graph.ops):
+        raise PlanMismatchError(
+            f"The plan was made for another step: it has {len(plan.ops)} ops, this one "
+            f"{len(graph.ops)}. Plan again for this model, batch and optimizer."
+        )
+    if plan.fingerprints.graph != fingerprint(graph):
+        raise PlanMismatchError(
+            "The plan was made for another step: ops, shapes or dtypes differ. Plan again for this "
+            "model, batch and optimizer."
+        )
+
+
+def _capture_again(
+    model: Any,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    micro_batches: int,
+) -> OpGraph:
+    from devplace.graph.capture import capture
+
+    if not isinstance(example_inputs, tuple) or example_inputs or example_kwargs:
+        return capture(
+            model,
+            example_inputs,
+            loss_fn,
+            optimizer,
+            micro_batches,
+            example_kwargs=example_kwargs,
+        )
+    raise InputError(
+        "A plan from a file needs the step captured again: give example_inputs, and loss_fn and "
+        "optimizer as they were when it was made."
+    )
