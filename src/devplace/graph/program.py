@@ -23,7 +23,8 @@ class Binding:
             name (`0`, `1.mask`, `x`); for `scalar` its name in the step scalars.
         slot: For `state` the name in `optimizer.state[p]` (`exp_avg`, `momentum_buffer`); for
             `input` the index among the flattened example inputs (torch pytree order).
-        value: For `constant` the tensor itself; for `parameter`/`buffer` nothing (read from the model).
+        value: For `constant` the tensor itself; for others nothing (parameters and buffers are read
+            from the model).
     """
 
     op: int
@@ -75,7 +76,7 @@ class Program:
     input_spec: Any = None
     input_constants: Mapping[int, Any] = field(default_factory=dict)
     output_spec: Any = None
-    output_leaves: tuple[Any, ...] = ()
+    output_leaves: tuple[int | Constant, ...] = ()
     training: bool = True
     buffers_shared: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"

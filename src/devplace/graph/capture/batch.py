@@ -160,8 +160,9 @@ def make_batch(
         CaptureError: Unknown containers, or more micro-batches than rows.
     """
     leaves, spec = flatten_batch(example_inputs, example_kwargs)
-    call = open_dataclasses(as_call(example_inputs, example_kwargs))
-    names = [path_name(path) for path, _ in pytree.tree_flatten_with_path(call)[0]]
+    args, kwargs = open_dataclasses(as_call(example_inputs, example_kwargs))
+    top = [*((str(i), arg) for i, arg in enumerate(args)), *kwargs.items()]
+    names = [name for key, tree in top for name in leaf_names(key, tree)]
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
             raise CaptureError(f"Inputs must be dense: {name!r} is {leaf.layout}. Call to_dense().")
@@ -194,14 +195,18 @@ def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple
     return sizes, cut
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """Text of a pytree path, without its first key."""
+def leaf_names(prefix: str, tree: Any) -> list[str]:
+    """Dotted name of every leaf of a tree, in flattening order, such as `x.mask.0`."""
+    try:
+        paths = [_path_text(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:  # a registered class without names for its parts
+        paths = [str(i) for i in range(len(pytree.tree_leaves(tree)))]
+    return [f"{prefix}.{path}" if path else prefix for path in paths]
+
+
+def _path_text(path: tuple[Any, ...]) -> str:
     parts = []
-    for key in path[1:]:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
+    for key in path:
+        known = [getattr(key, a) for a in ("key", "idx", "name") if hasattr(key, a)]
+        parts.append(str(known[0] if known else key))
     return ".".join(parts)

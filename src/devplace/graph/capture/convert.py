@@ -20,7 +20,7 @@ from devplace.graph.capture.analysis import (
 from devplace.graph.capture.refuse import refuse_written_input
 from devplace.graph.capture.step import Input, Output, Step, source_name
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
-from devplace.graph.program import Binding, Constant, Program
+from devplace.graph.program import Binding, Program
 
 Node: TypeAlias = torch.fx.Node
 
@@ -238,9 +238,6 @@ def _program(
     meta: Mapping[str, Any],
 ) -> Program:
     request = step.request
-    leaves = tuple(
-        value if kind == "result" else Constant(value) for kind, value in step.output_leaves
-    )
     return Program(
         module=gm,
         bindings=tuple(bindings),
@@ -255,7 +252,7 @@ def _program(
             if not isinstance(leaf, torch.Tensor)
         },
         output_spec=step.output_spec,
-        output_leaves=leaves,
+        output_leaves=step.output_leaves,
         training=bool(meta["training"]),
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,

@@ -11,13 +11,13 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.batch import Batch, check_leaf, open_dataclasses, path_name
+from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
 from devplace.graph.capture.loss import split_loss
 from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
 from devplace.graph.capture.tags import Tagger
 from devplace.graph.graph import ResultRole
-from devplace.graph.program import BindingKind
+from devplace.graph.program import BindingKind, Constant
 
 Tensors = list[torch.Tensor]
 
@@ -216,18 +216,17 @@ class Step:
         chunks = self._chunks(inputs)
         self.tagger.micro_batch = 0
         tree = open_dataclasses(self._call(chunks[0]))
-        paths, self.output_spec = pytree.tree_flatten_with_path(tree)
+        values, self.output_spec = pytree.tree_flatten(tree)
         heads: Tensors = []
         leaves: list[Any] = []
-        for path, leaf in paths:
+        for name, leaf in zip(leaf_names("output", tree), values, strict=True):
             check_leaf(leaf, "Outputs")
             if isinstance(leaf, torch.Tensor):
-                leaves.append(("result", len(heads)))
-                name = path_name(path)
-                self.outputs.append(Output("output", f"output.{name}" if name else "output"))
+                leaves.append(len(heads))
+                self.outputs.append(Output("output", name))
                 heads.append(leaf)
             else:
-                leaves.append(("constant", leaf))
+                leaves.append(Constant(leaf))
         self.output_leaves = tuple(leaves)
         if not heads:
             raise CaptureError("The model returned no tensor. Return one from forward.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +65,12 @@ def trace_settings(device_type: str) -> Iterator[None]:
     """
     was = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # A compiled function called during a trace runs as it is, instead of raising.
+            stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         if torch.get_default_device().type == "meta":
             stack.enter_context(torch.device(device_type))
         torch._C._set_cudnn_enabled(False)
