@@ -40,7 +40,8 @@ class Runner:
             if binding.kind == "input":
                 flat.append(leaves[binding.slot])
             elif binding.kind == "scalar":
-                flat.append(torch.tensor(scalars[binding.key], dtype=torch.float64))
+                value = scalars[binding.key]
+                flat.append(torch.tensor(value, dtype=torch.float64, device=self.program.device))
             else:
                 flat.append(self.values[binding.op])
         with torch.no_grad():
