@@ -141,6 +141,7 @@ class Annealer:
         value = float(self._values(classes, state[None, :])[0])
         best_state, best_value, stale = state.copy(), value, 0
         weight = classes.time_ns / max(1.0, classes.time_ns.sum()) * 0.7 + 0.3 / classes.count
+        weight /= weight.sum()
         by_position = np.argsort(classes.position, kind="stable")
         while stale < patience and not self.evaluate.exhausted:
             spent = self.evaluate.fraction_spent

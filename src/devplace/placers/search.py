@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,17 +44,19 @@ class Search:
     Attributes:
         width: Neighbours simulated at once; part of the result, so the same on every machine.
         restarts: Annealing runs per level from different starts.
-        coarse: Classes on the coarsest level, at least.
+        coarse: Classes on the coarsest level, at most (if module paths allow).
         fine: Classes on the finest level, at most.
+        exact: Problems with at most this many placements are solved by trying them all.
         heat: First temperature as a part of the step time.
     """
 
     name: str = "search"
     width: int = 4
     restarts: int = 3
-    coarse: int = 12
+    coarse: int = 80
     fine: int = 1500
     heat: float = 0.02
+    exact: int = 4096
 
     def supports(self, problem: Problem) -> str:
         """Always."""
@@ -64,6 +68,9 @@ class Search:
         """Search until the budget is spent."""
         starts = self._trivial(problem, evaluate, rng)
         annealer = Annealer(problem, evaluate, rng, starts[0], self.width)
+        if problem.core.tasks.num_groups == 0:  # only read-only sources and views
+            return Placement(op_devices(problem, starts[0].groups))
+        self._exhaust(annealer)
         everything = list(problem.usable_devices)
         fast = accelerators(problem)
         devices = fast if starts[0].overflow_bytes == 0 else everything
@@ -112,6 +119,19 @@ class Search:
                 keep(placer(problem, evaluate, rng))
         return sorted(found, key=lambda best: best.key)
 
+    def _exhaust(self, annealer: Annealer) -> None:
+        """Try every placement of a small problem; the order is left to what follows."""
+        choices = [np.flatnonzero(row).tolist() for row in annealer.problem.allowed]
+        count = math.prod(len(options) for options in choices)
+        left = annealer.evaluate.budget.evaluations or count
+        if count > min(self.exact, left):
+            return
+        every = itertools.product(*choices)
+        while rows := list(itertools.islice(every, 64)):
+            annealer.values(np.array(rows, np.int32))
+            if annealer.evaluate.exhausted:
+                return
+
     def _levels(self, problem: Problem) -> list[Classes]:
         """Classes from coarse to fine; levels that add nothing are left out."""
         graph, time = problem.graph, mean_duration_ns(problem)
@@ -123,13 +143,18 @@ class Search:
             level = make_classes(problem, coarsen(graph, depth, by_micro_batch, calls).of_op, time)
             if level.count > self.fine:
                 break
-            if levels and (level.count <= levels[-1].count or levels[-1].count < self.coarse):
-                levels.pop()
-            levels.append(level)
+            if levels and (level.count <= levels[0].count or level.count <= self.coarse):
+                levels.clear()
+            if not levels or level.count > 1.2 * levels[-1].count:
+                levels.append(level)
         if not levels:
             per_group = np.arange(len(graph.ops), dtype=np.int32)
             blocks = (per_group * self.fine // len(graph.ops)).astype(np.int32)
             levels.append(make_classes(problem, blocks, time))
+        if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
+            per_group = np.zeros(len(graph.ops), np.int32)
+            per_group[problem.core.tasks.task_op] = problem.core.tasks.group
+            levels.append(make_classes(problem, per_group, time))
         return levels
 
     def _coarse(
