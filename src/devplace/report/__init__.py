@@ -1,1 +1,37 @@
-"""."""
+"""What people read: tables, summaries, explanations, traces, device maps, an HTML page."""
+
+from devplace.report.chrome_trace import chrome_trace, save_chrome_trace
+from devplace.report.device_map import device_map
+from devplace.report.explain import Explanation, explain
+from devplace.report.html import html_report, save_html_report
+from devplace.report.measured import measured_summary, not_observed
+from devplace.report.memory import MemoryRow, memory_rows
+from devplace.report.summary import best_single, plan_summary
+from devplace.report.table import (
+    Skipped,
+    comparison_json,
+    comparison_table,
+    memory_json,
+    memory_table,
+)
+
+__all__ = [
+    "Explanation",
+    "MemoryRow",
+    "Skipped",
+    "best_single",
+    "chrome_trace",
+    "comparison_json",
+    "comparison_table",
+    "device_map",
+    "explain",
+    "html_report",
+    "measured_summary",
+    "memory_json",
+    "memory_rows",
+    "memory_table",
+    "not_observed",
+    "plan_summary",
+    "save_chrome_trace",
+    "save_html_report",
+]

@@ -1,0 +1,238 @@
+"""Predicted and measured timelines as a Chrome trace, for Perfetto or `chrome://tracing`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from devplace.errors import InputError
+from devplace.machine.machine import channels_of
+from devplace.simulator import Timeline
+from devplace.units import NS_PER_US
+
+if TYPE_CHECKING:
+    from devplace.run.schedule import Transfer as ScheduledTransfer
+    from devplace.run.timeline import MeasuredTimeline
+
+Event = dict[str, Any]
+Span = tuple[int, int, str, str, Event]
+"""Start ns, finish ns, name, category, args."""
+PLANNED, MEASURED = 1, 2
+
+
+def chrome_trace(
+    timeline: Timeline,
+    measured: MeasuredTimeline | None = None,
+    transfers: Sequence[ScheduledTransfer] = (),
+) -> dict[str, Any]:
+    """Trace of a step in the JSON object form of the Chrome trace format.
+
+    The process `planned` has one row per device, one per link channel and one memory counter per
+    device. A row never holds two slices at once; a device that runs several ops at a time gets
+    several rows. A transfer is shown while it occupies its channels; its arrival, a latency
+    later, is among its args. Times are microseconds from the start of the step.
+
+    Args:
+        timeline: Predicted step.
+        measured: Measured step; becomes a second process, `measured`.
+        transfers: What `measured.transfer_start_ns` belongs to (`Schedule.transfers`). Without
+            it measured transfers are left out.
+
+    Raises:
+        InputError: `measured` is of another graph, or `transfers` do not belong to it.
+
+    Source: Google, Trace Event Format,
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    graph = timeline.problem.graph
+    events = _process(PLANNED, "planned", planned_rows(timeline))
+    events += _memory_counters(timeline)
+    if measured is not None:
+        if len(measured.start_ns) != len(graph.ops):
+            raise InputError(
+                f"A measured timeline must be of the planned graph: it has "
+                f"{len(measured.start_ns)} ops, the plan {len(graph.ops)}. Run this plan."
+            )
+        if transfers and len(transfers) != len(measured.transfer_start_ns):
+            raise InputError(
+                f"Measured transfers must be those of the schedule: {len(transfers)} scheduled, "
+                f"{len(measured.transfer_start_ns)} measured. Pass `Schedule.transfers`."
+            )
+        events += _process(MEASURED, "measured", _measured_rows(timeline, measured, transfers))
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"model": graph.name, "machine": timeline.problem.machine.name},
+        "traceEvents": events,
+    }
+
+
+def save_chrome_trace(
+    path: str | Path,
+    timeline: Timeline,
+    measured: MeasuredTimeline | None = None,
+    transfers: Sequence[ScheduledTransfer] = (),
+) -> None:
+    """Write `chrome_trace` as a file.
+
+    Raises:
+        InputError: The file cannot be written.
+
+    Complexity: O(V log V); 0.3 s for 32,000 ops.
+    """
+    data = msgspec.json.encode(chrome_trace(timeline, measured, transfers))
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise InputError(f"Cannot write trace {path}: {error.strerror}. Check the path.") from error
+
+
+def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spread spans over as few rows as needed so that no two in a row overlap.
+
+    Example:
+        >>> [[s[2] for s in row] for row in lanes([(0, 5, "a", "", {}), (3, 4, "b", "", {})])]
+        [['a'], ['b']]
+    """
+    rows: list[list[Span]] = []
+    free: list[tuple[int, int]] = []
+    for span in sorted(spans, key=lambda span: (span[0], span[1])):
+        if free and free[0][0] <= span[0]:
+            _, row = heapq.heappop(free)
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(span)
+        heapq.heappush(free, (span[1], row))
+    return rows
+
+
+def _process(pid: int, name: str, rows: dict[str, list[Span]]) -> list[Event]:
+    """Events of one process: names of rows, then slices."""
+    events: list[Event] = [_meta(pid, 0, "process_name", {"name": name})]
+    events.append(_meta(pid, 0, "process_sort_index", {"sort_index": pid}))
+    tid = 0
+    for label, spans in rows.items():
+        for number, row in enumerate(lanes(spans) or [[]]):
+            tid += 1
+            title = f"{label} ({number + 1})" if number else label
+            events.append(_meta(pid, tid, "thread_name", {"name": title}))
+            events.append(_meta(pid, tid, "thread_sort_index", {"sort_index": tid}))
+            for start, finish, what, category, args in row:
+                events.append(
+                    {
+                        "ph": "X",
+                        "pid": pid,
+                        "tid": tid,
+                        "ts": start / NS_PER_US,
+                        "dur": (finish - start) / NS_PER_US,
+                        "name": what,
+                        "cat": category,
+                        "args": args,
+                    }
+                )
+    return events
+
+
+def _meta(pid: int, tid: int, name: str, args: Event) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
+
+
+def planned_rows(timeline: Timeline) -> dict[str, list[Span]]:
+    """Slices per device (label: its name) and per link channel (label: `link CHANNEL`)."""
+    names = timeline.problem.machine.device_names
+    start, finish = timeline.start_ns.tolist(), timeline.finish_ns.tolist()
+    critical = set(timeline.critical_path())
+    rows: dict[str, list[Span]] = {}
+    for d, ops in enumerate(timeline.order):
+        rows[names[d]] = [
+            _op_span(timeline, op, start[op], finish[op], {"critical": op in critical})
+            for op in ops
+        ]
+    for channel, spans in _channel_rows(timeline).items():
+        rows[f"link {channel}"] = spans
+    return rows
+
+
+def _channel_rows(timeline: Timeline) -> dict[str, list[Span]]:
+    problem, wires = timeline.problem, timeline.problem.core.wires
+    machine, names = problem.machine, problem.machine.device_names
+    carrier_of = {int(t): x for x, t in enumerate(problem.core.tasks.carrier_tensor)}
+    channels: dict[tuple[int, int], tuple[str, ...]] = {}
+    rows: dict[str, list[Span]] = {}
+    for transfer in timeline.transfers:
+        pair = (transfer.src, transfer.dst)
+        if pair not in channels:
+            link = machine.path(names[transfer.src], names[transfer.dst])
+            channels[pair] = channels_of(link) if link else ()
+        occupied = int(wires.transfer_ns[wires.link_class[pair], carrier_of[transfer.tensor]])
+        args = _transfer_args(timeline, transfer.tensor, *pair)
+        args["requested_us"] = transfer.request_ns / NS_PER_US
+        args["arrives_us"] = transfer.arrival_ns / NS_PER_US
+        name = problem.graph.tensors[transfer.tensor].name
+        begin = transfer.start_ns
+        for channel in channels[pair]:
+            rows.setdefault(channel, []).append((begin, begin + occupied, name, "transfer", args))
+    return dict(sorted(rows.items()))
+
+
+def _measured_rows(
+    timeline: Timeline, measured: MeasuredTimeline, transfers: Sequence[ScheduledTransfer]
+) -> dict[str, list[Span]]:
+    names = timeline.problem.machine.device_names
+    start, finish = measured.start_ns.tolist(), measured.finish_ns.tolist()
+    planned = timeline.start_ns.tolist()
+    rows: dict[str, list[Span]] = {}
+    for d, ops in enumerate(timeline.order):
+        rows[names[d]] = [
+            _op_span(timeline, op, start[op], finish[op], {"planned_us": planned[op] / NS_PER_US})
+            for op in ops
+            if start[op] >= 0
+        ]
+    times = zip(
+        measured.transfer_start_ns.tolist(), measured.transfer_finish_ns.tolist(), strict=True
+    )
+    for transfer, (begin, end) in zip(transfers, times, strict=False):
+        args = _transfer_args(timeline, transfer.tensor, transfer.src, transfer.dst)
+        label = f"link {names[transfer.src]}->{names[transfer.dst]}"
+        name = timeline.problem.graph.tensors[transfer.tensor].name
+        rows.setdefault(label, []).append((begin, end, name, "transfer", args))
+    return rows
+
+
+def _op_span(timeline: Timeline, index: int, start: int, finish: int, extra: Event) -> Span:
+    graph = timeline.problem.graph
+    op = graph.ops[index]
+    args = {
+        "module": op.module,
+        "target": op.target,
+        "source": op.source_line,
+        "stage": op.stage,
+        "bytes": sum(graph.tensors[t].num_bytes for t in op.outputs),
+        "flops": op.flops,
+        **extra,
+    }
+    return start, finish, op.name, "op", args
+
+
+def _transfer_args(timeline: Timeline, tensor: int, src: int, dst: int) -> Event:
+    names = timeline.problem.machine.device_names
+    num_bytes = timeline.problem.graph.tensors[tensor].num_bytes
+    return {"from": names[src], "to": names[dst], "bytes": num_bytes}
+
+
+def _memory_counters(timeline: Timeline) -> list[Event]:
+    names = timeline.problem.machine.device_names
+    return [
+        {
+            "ph": "C",
+            "pid": PLANNED,
+            "ts": when / NS_PER_US,
+            "name": f"memory {names[device]}",
+            "args": {"bytes": used},
+        }
+        for when, device, used in timeline.memory.tolist()
+    ]

@@ -1,0 +1,147 @@
+"""Ops that ended up on a slower device than the fastest one, why, and what it costs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.problem.problem import matches
+from devplace.simulator import Timeline
+from devplace.units import NS_PER_MS
+
+I64 = NDArray[np.int64]
+Reason = Literal["no kernel", "pinned", "memory", "faster there", "placer"]
+_SLOWER = 1.05
+_NAMED = 3
+
+
+class Fallback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ops on one slower device for one reason.
+
+    Attributes:
+        device: Where they run.
+        fastest: Where they would run faster.
+        reason: `no kernel`: the fastest device cannot run them, or what must sit with them.
+            `pinned`: a pin says so. `memory`: they do not fit there beside what is there.
+            `faster there`: the step is shorter so, as the fastest device has other work.
+            `placer`: the placer chose so, though the plan is no faster than one device.
+        ops: Names of the ops, the costliest first.
+        cost_ns: Time they take more than on the fastest device.
+        text: All of this as a sentence.
+    """
+
+    device: str
+    fastest: str
+    reason: Reason
+    ops: tuple[str, ...]
+    cost_ns: int
+    text: str
+
+
+def fallbacks(timeline: Timeline, single_ns: int) -> tuple[Fallback, ...]:
+    """Ops that take longer where they are than on the fastest usable device, grouped.
+
+    Only devices count that are slower for the step as a whole; between equal ones nothing falls
+    back. The costliest group comes first.
+
+    Args:
+        timeline: The step.
+        single_ns: Best step on one device.
+    """
+    problem, tasks = timeline.problem, timeline.problem.core.tasks
+    duration = problem.core.wires.duration_ns
+    names = problem.machine.device_names
+    total = duration.sum(axis=0)
+    fastest = min(problem.usable_devices, key=lambda d: (total[d], d))
+    device = timeline.devices[tasks.task_op]
+    loss = duration[np.arange(len(device)), device] - duration[:, fastest]
+    is_slower = (total > _SLOWER * total[fastest])[device] & (loss > 0)
+    why = _Why(timeline, fastest, timeline.makespan_ns < single_ns)
+    found: dict[tuple[int, Reason], list[int]] = defaultdict(list)
+    for task in np.flatnonzero(is_slower).tolist():
+        found[int(device[task]), why.reason(task)].append(task)
+    rows = []
+    for (d, reason), members in found.items():
+        members.sort(key=lambda task: (-int(loss[task]), task))
+        ops = tuple(problem.graph.ops[tasks.task_op[task]].name for task in members)
+        cost = int(loss[members].sum())
+        text = _text(timeline, members, names[d], names[fastest], reason, cost)
+        rows.append(Fallback(names[d], names[fastest], reason, ops, cost, text))
+    return tuple(sorted(rows, key=lambda row: (-row.cost_ns, row.device, row.reason)))
+
+
+class _Why:
+    """Why a task is not on the fastest device."""
+
+    def __init__(self, timeline: Timeline, fastest: int, is_gain: bool) -> None:
+        problem = self._problem = timeline.problem
+        self._fastest = fastest
+        self._free: Reason = "faster there" if is_gain else "placer"
+        self._room = problem.limit_bytes[fastest] - int(timeline.peak_bytes[fastest])
+        patterns = problem.machine.devices[fastest].unsupported_ops
+        tasks = self._tasks = problem.core.tasks
+        self._stuck: set[int] = set()
+        self._pinned: set[int] = set()
+        for task, index in enumerate(tasks.task_op.tolist()) if patterns or problem.pins else ():
+            op, group = problem.graph.ops[index], int(tasks.group[task])
+            if any(fnmatch.fnmatchcase(op.target, pattern) for pattern in patterns):
+                self._stuck.add(group)
+            if any(matches(pattern, op) for pattern in problem.pins):
+                self._pinned.add(group)
+        self._group_bytes = _group_bytes(timeline)
+
+    def reason(self, task: int) -> Reason:
+        """Why this task is not on the fastest device."""
+        group = int(self._tasks.group[task])
+        if group in self._stuck:
+            return "no kernel"
+        if not self._problem.allowed[group, self._fastest] and group in self._pinned:
+            return "pinned"
+        return "memory" if self._group_bytes[group] > self._room else self._free
+
+
+def _group_bytes(timeline: Timeline) -> I64:
+    """Bytes all storages of each colocation group take, with the largest workspace. `[G]`"""
+    tasks = timeline.problem.core.tasks
+    owner = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.storage_ptr))
+    total = np.zeros(tasks.num_groups, np.int64)
+    np.add.at(total, tasks.group[owner], tasks.storage_bytes)
+    space = np.zeros(tasks.num_groups, np.int64)
+    np.maximum.at(space, tasks.group, tasks.workspace_bytes)
+    return total + space
+
+
+def _text(
+    timeline: Timeline, members: list[int], device: str, fastest: str, reason: Reason, cost: int
+) -> str:
+    graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
+    shown = []
+    for task in members[:_NAMED]:
+        op = graph.ops[tasks.task_op[task]]
+        where = f" in {op.module}" if op.module else ""
+        shown.append(f"{op.name} ({op.target}{where})")
+    more = f" and {len(members) - _NAMED:,} more" if len(members) > _NAMED else ""
+    many = len(members) > 1
+    verb, them, they_do = ("run", "them", "they do") if many else ("runs", "it", "it does")
+    index = timeline.problem.machine.device_index[fastest]
+    share = int(timeline.busy_ns[index]) / max(1, timeline.makespan_ns)
+    busy = (
+        f"while {fastest} is busy {share:.0%} of it"
+        if reason == "faster there"
+        else (f"while {fastest} is busy {share:.0%} of the step")
+    )
+    because = {
+        "no kernel": f"{fastest} has no kernel for {them}, or for what must sit with {them}",
+        "pinned": f"a pin puts {them} there",
+        "memory": f"{they_do} not fit on {fastest} beside what is there",
+        "faster there": f"to shorten the step, {busy}",
+        "placer": f"the placer chose so, {busy}",
+    }[reason]
+    text = f"{', '.join(shown)}{more} {verb} on {device}, not on {fastest}: {because}"
+    cost_ms = cost / NS_PER_MS
+    return f"{text}; costs {f'{cost_ms:.3g}' if cost_ms < 100 else f'{cost_ms:,.0f}'} ms"

@@ -1,0 +1,135 @@
+"""What the length of a step is made of, and what limits it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from devplace.report.summary import best_single, devices_in_use
+from devplace.simulator import Timeline
+from devplace.simulator.bounds import LowerBound, lower_bound
+from devplace.units import format_time
+
+LimitedBy = Literal["chain", "transfers", "load", "critical path"]
+# Shares are of the step. Where they draw the line is a matter of wording only.
+_NO_GAIN = 0.98
+_MANY_TRANSFERS = 0.25
+_BUSY = 0.9
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the step's time is made of.
+
+    Attributes:
+        limited_by: `chain`: one device is as fast as any number of devices can be. `transfers`:
+            more than a quarter of the step the critical path waits for links. `load`: the
+            busiest device has hardly a pause. `critical path`: ops that wait for one another.
+        lower_bound_ns: No plan can be faster.
+        chain_ns: Longest chain of ops, each on its fastest device, transfers free.
+        load_ns: All work shared out perfectly.
+        single_ns: Best step on one device.
+        single_fits: Whether that is within its memory limit.
+        path_compute_ns: Time of the ops on the plan's critical path.
+        path_wait_ns: Rest of the critical path: transfers and their queues.
+        path_modules: Module -> time of its ops on the critical path, most first, at most five.
+        busiest: Device that works most.
+        busiest_ns: How long it works.
+    """
+
+    limited_by: LimitedBy
+    lower_bound_ns: int
+    chain_ns: int
+    load_ns: int
+    single_ns: int
+    single_fits: bool
+    path_compute_ns: int
+    path_wait_ns: int
+    path_modules: dict[str, int]
+    busiest: str
+    busiest_ns: int
+
+
+def find_limits(timeline: Timeline, bound: LowerBound | None = None) -> Limits:
+    """What limits a simulated step.
+
+    Args:
+        timeline: The step.
+        bound: Lower bounds, if already known.
+    """
+    problem = timeline.problem
+    bound = bound or lower_bound(problem)
+    single = best_single(problem)
+    path = timeline.critical_path()
+    spent = (timeline.finish_ns - timeline.start_ns)[path].tolist()
+    modules: dict[str, int] = {}
+    for op, ns in zip(path, spent, strict=True):
+        module = problem.graph.ops[op].module
+        modules[module] = modules.get(module, 0) + ns
+    top = dict(sorted(modules.items(), key=lambda item: -item[1])[:5])
+    busiest = int((timeline.busy_ns // problem.core.wires.streams).argmax())
+    compute = sum(spent)
+    wait = timeline.makespan_ns - compute
+    busy = int(timeline.busy_ns[busiest] // problem.core.wires.streams[busiest])
+    limited_by: LimitedBy = "critical path"
+    if bound.step_ns >= _NO_GAIN * single.makespan_ns and single.is_feasible:
+        limited_by = "chain"
+    elif wait > _MANY_TRANSFERS * timeline.makespan_ns:
+        limited_by = "transfers"
+    elif busy > _BUSY * timeline.makespan_ns:
+        limited_by = "load"
+    return Limits(
+        limited_by=limited_by,
+        lower_bound_ns=bound.step_ns,
+        chain_ns=bound.critical_path_ns,
+        load_ns=bound.load_ns,
+        single_ns=single.makespan_ns,
+        single_fits=single.is_feasible,
+        path_compute_ns=compute,
+        path_wait_ns=wait,
+        path_modules=top,
+        busiest=problem.machine.device_names[busiest],
+        busiest_ns=busy,
+    )
+
+
+def limits_text(timeline: Timeline, limits: Limits) -> str:
+    """What limits the step, as a paragraph."""
+    usable = len(timeline.problem.usable_devices)
+    step = format_time(timeline.makespan_ns)
+    chain, load = format_time(limits.chain_ns), format_time(limits.load_ns)
+    if limits.limited_by == "chain" and usable == 1:
+        return f"The step takes {step} on the only usable device, {limits.busiest}."
+    if limits.limited_by == "chain":
+        return (
+            f"No gain from {usable} devices: the step takes {format_time(limits.single_ns)} on "
+            f"one, and no plan can be below {format_time(limits.lower_bound_ns)}. The critical "
+            f"path, ops that wait for one another, is {chain} long; {_modules(limits)}. Only "
+            f"branches or micro-batches can overlap."
+        )
+    path = (
+        f"the critical path is {format_time(limits.path_compute_ns)} of ops and "
+        f"{format_time(limits.path_wait_ns)} of transfers"
+    )
+    share = limits.busiest_ns / max(1, timeline.makespan_ns)
+    busy = f"the busiest device, {limits.busiest}, works {share:.0%} of the step"
+    first = {
+        "transfers": f"Transfers limit the step of {step}: {path}; {busy}.",
+        "load": f"Load limits the step of {step}: {busy}; {path}.",
+        "critical path": f"The critical path limits the step of {step}: {path}; {busy}.",
+    }[limits.limited_by]
+    fits = "" if limits.single_fits else " but cannot hold the step"
+    used = len([d for d in devices_in_use(timeline) if timeline.order[d]])
+    return (
+        f"{first} {_modules(limits, 'Most')}. It uses {used} of {usable} devices; no plan can "
+        f"be below {format_time(limits.lower_bound_ns)} (longest chain {chain}, work shared out "
+        f"{load}), one device takes {format_time(limits.single_ns)}{fits}."
+    )
+
+
+def _modules(limits: Limits, most: str = "most") -> str:
+    parts = [
+        f"{module or '(model)'} ({format_time(ns)})"
+        for module, ns in list(limits.path_modules.items())[:3]
+    ]
+    return f"{most} of the path is in {', '.join(parts)}" if parts else "it is empty"

@@ -1,0 +1,204 @@
+"""What fills each device's memory at the moment it is fullest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.graph import Op
+from devplace.simulator import Timeline
+
+I64 = NDArray[np.int64]
+CATEGORIES = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "activations",
+    "temporaries",
+    "inputs",
+    "receive buffers",
+)
+PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, INPUTS, RECEIVED = range(7)
+_ROLE = {
+    "parameter": PARAMETERS,
+    "buffer": PARAMETERS,
+    "constant": PARAMETERS,
+    "state": STATE,
+    "input": INPUTS,
+    "scalar": INPUTS,
+}
+_FOREVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One device at its peak.
+
+    Attributes:
+        device: Name.
+        peak_ns: When it is reached first.
+        parts: Category (`CATEGORIES`) -> bytes; they add up to the simulated peak. Buffers and
+            constants count as parameters. Gradients are those of parameters; activations are
+            forward values that backward or update reads; all else that the step computes, and
+            workspace, is temporary.
+        limit_bytes: Most bytes a step may use there.
+    """
+
+    device: str
+    peak_ns: int
+    parts: dict[str, int]
+    limit_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes in use at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes over the limit, 0 when it fits."""
+        return max(0, self.peak_bytes - self.limit_bytes)
+
+
+def memory_rows(timeline: Timeline) -> list[MemoryRow]:
+    """Breakdown of every device's peak, in machine order.
+
+    Complexity: O(V + E + D * S) with numpy; 0.1 s for 16,000 ops.
+    """
+    lifetimes = _Lifetimes(timeline)
+    limits = timeline.problem.limit_bytes
+    rows = []
+    for d, name in enumerate(timeline.problem.machine.device_names):
+        when = _peak_time(timeline, d)
+        parts = lifetimes.parts(d, when)
+        # Ops that take no time can begin and end within the instant of the peak. What they held
+        # is gone when the instant is over, so it is not in `parts` yet.
+        parts[TEMPORARIES] += int(timeline.peak_bytes[d]) - sum(parts)
+        rows.append(MemoryRow(name, when, dict(zip(CATEGORIES, parts, strict=True)), limits[d]))
+    return rows
+
+
+def _peak_time(timeline: Timeline, device: int) -> int:
+    rows = timeline.memory[timeline.memory[:, 1] == device]
+    full = rows[rows[:, 2] == timeline.peak_bytes[device]]
+    return int(full[0, 0]) if len(full) else 0
+
+
+class _Lifetimes:
+    """From when to when each storage, copy, workspace and constant takes memory."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.tasks = tasks = timeline.problem.core.tasks
+        self.device = timeline.devices[tasks.task_op]
+        self.start = timeline.start_ns[tasks.task_op]
+        self.finish = timeline.finish_ns[tasks.task_op]
+        self.owner = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.storage_ptr))
+        self.edge_carrier = np.repeat(np.arange(len(tasks.carrier_bytes)), np.diff(tasks.cons_ptr))
+        self.category = _categories(timeline, self.owner, self.edge_carrier)
+        self._copies()
+        self._storages()
+
+    def _copies(self) -> None:
+        tasks, count = self.tasks, len(self.timeline.problem.machine.devices)
+        carrier_of = {int(t): x for x, t in enumerate(tasks.carrier_tensor)}
+        moved = [
+            (carrier_of[t.tensor], t.dst, t.request_ns, t.arrival_ns)
+            for t in self.timeline.transfers
+        ]
+        table = np.array(moved, np.int64).reshape(-1, 4)
+        self.copy_carrier, self.copy_device, self.copy_start, self.copy_arrival = table.T
+        last_read = np.zeros(len(tasks.carrier_bytes) * count, np.int64)
+        key = self.edge_carrier * count + self.device[tasks.cons]
+        np.maximum.at(last_read, key, self.finish[tasks.cons])
+        self.copy_end = last_read[self.copy_carrier * count + self.copy_device]
+
+    def _storages(self) -> None:
+        tasks = self.tasks
+        self.storage_end = self.finish[self.owner].copy()
+        storage = tasks.carrier_storage[self.edge_carrier]
+        same = self.device[tasks.cons] == self.device[self.owner[storage]]
+        np.maximum.at(self.storage_end, storage[same], self.finish[tasks.cons[same]])
+        sent = tasks.carrier_storage[self.copy_carrier]
+        np.maximum.at(self.storage_end, sent, self.copy_arrival)
+        self.storage_end[tasks.storage_held.astype(bool)] = _FOREVER
+
+    def parts(self, d: int, when: int) -> list[int]:
+        """Bytes per category in use on a device after everything of that instant has happened."""
+        tasks = self.tasks
+        owner, size = self.owner, tasks.storage_bytes
+        alive = (self.device[owner] == d) & (self.start[owner] <= when) & (self.storage_end > when)
+        parts = [int(size[alive & (self.category == c)].sum()) for c in range(len(CATEGORIES))]
+        runs = (self.device == d) & (self.start <= when) & (self.finish > when)
+        parts[TEMPORARIES] += int(tasks.workspace_bytes[runs].sum())
+        here = (self.copy_device == d) & (self.copy_start <= when) & (self.copy_end > when)
+        parts[RECEIVED] += int(tasks.carrier_bytes[self.copy_carrier[here]].sum())
+        for const, op in enumerate(tasks.const_op.tolist()):
+            users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
+            if (self.device[users] == d).any():
+                role = self.timeline.problem.graph.ops[op].role
+                parts[_ROLE.get(role, INPUTS)] += int(tasks.const_bytes[const])
+        return parts
+
+
+def _categories(timeline: Timeline, owner: I64, edge_carrier: I64) -> I64:
+    """Category of each storage. `[S]`"""
+    graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
+    stage = np.array([graph.ops[op].stage for op in tasks.task_op], dtype="U8")
+    storage, reader = tasks.carrier_storage[edge_carrier], stage[tasks.cons]
+    read_late = np.zeros(len(owner), bool)
+    read_late[storage[(reader == "backward") | (reader == "update")]] = True
+    read_by_update = np.zeros(len(owner), bool)
+    read_by_update[storage[reader == "update"]] = True
+    made = stage[owner]
+    category = np.full(len(owner), TEMPORARIES, np.int64)
+    category[(made == "forward") & read_late] = ACTIVATIONS
+    first = np.flatnonzero(read_by_update & (made == "backward"))
+    category[_with_partial_sums(timeline, owner, first.tolist())] = GRADIENTS
+    for s in np.flatnonzero(made == "source"):
+        category[s] = _ROLE.get(graph.ops[tasks.task_op[owner[s]]].role, INPUTS)
+    _mark_results(timeline, owner, category)
+    return category
+
+
+def _with_partial_sums(timeline: Timeline, owner: I64, gradients: list[int]) -> list[int]:
+    """Gradient storages together with the terms that are added up into them."""
+    graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
+    found, todo = set(gradients), list(gradients)
+    while todo:
+        storage = todo.pop()
+        task = owner[storage]
+        op = graph.ops[tasks.task_op[task]]
+        for carrier in tasks.in_carrier[tasks.in_ptr[task] : tasks.in_ptr[task + 1]]:
+            term = int(tasks.carrier_storage[carrier])
+            maker = graph.ops[tasks.task_op[owner[term]]]
+            same_size = tasks.storage_bytes[term] == tasks.storage_bytes[storage]
+            is_term = _is_term(op, int(tasks.carrier_tensor[carrier]))
+            if is_term and same_size and maker.stage == "backward" and term not in found:
+                found.add(term)
+                todo.append(term)
+    return sorted(found)
+
+
+def _is_term(op: Op, tensor: int) -> bool:
+    """Whether an op adds this tensor up: both sides of `add`, the first argument of `addmm`."""
+    if op.target.startswith("aten.add."):
+        return True
+    return op.target.startswith("aten.add") and op.inputs[0] == tensor
+
+
+def _mark_results(timeline: Timeline, owner: I64, category: I64) -> None:
+    graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
+    for result in graph.results:
+        if result.role not in ("parameter", "buffer", "state"):
+            continue
+        tensor = result.tensor
+        while graph.ops[graph.producer[tensor]].is_view:
+            tensor = graph.ops[graph.producer[tensor]].alias_of
+        maker = graph.producer[tensor]
+        task = tasks.op_task[maker]
+        if task >= 0 and not graph.ops[maker].is_source:
+            position = sorted(graph.ops[maker].outputs).index(tensor)
+            category[tasks.storage_ptr[task] + position] = _ROLE[result.role]
