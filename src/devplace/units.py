@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 
 from devplace.errors import InputError
 
@@ -35,12 +36,12 @@ def parse_size(value: int | str, what: str = "size") -> int:
         >>> parse_size("1.5 GiB"), parse_size("10gb"), parse_size(7)
         (1610612736, 10000000000, 7)
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (Integral, str)):
         raise InputError(f"{what} must be bytes or a text such as '20GiB', got {value!r}.")
-    if isinstance(value, int):
+    if isinstance(value, Integral):
         if value < 0:
             raise InputError(f"{what} must not be negative, got {value} bytes.")
-        return value
+        return int(value)
     match = re.fullmatch(_NUMBER + r"([A-Za-z]*)\s*", value)
     unit = (match.group(2).upper() or "B") if match else ""
     if match is None or unit not in SIZE_UNITS:
@@ -48,7 +49,10 @@ def parse_size(value: int | str, what: str = "size") -> int:
             f"{what} must be a number with a unit, got {value!r}. "
             f"Use for example '20GiB', '20GB' or bytes; units: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB."
         )
-    return round(float(match.group(1)) * SIZE_UNITS[unit])
+    num_bytes = float(match.group(1)) * SIZE_UNITS[unit]
+    if num_bytes >= 2**63:
+        raise InputError(f"{what} must be below 2^63 bytes, got {value!r}.")
+    return round(num_bytes)
 
 
 def parse_time_ns(value: int | str, what: str = "time") -> int:
@@ -72,7 +76,10 @@ def parse_time_ns(value: int | str, what: str = "time") -> int:
         raise InputError(
             f"{what} must be a number with a unit, got {value!r}. Use for example '5us' or '30s'."
         )
-    return round(float(match.group(1)) * TIME_UNITS_NS[match.group(2)])
+    ns = float(match.group(1)) * TIME_UNITS_NS[match.group(2)]
+    if ns >= 2**63:
+        raise InputError(f"{what} must be below 2^63 ns, got {value!r}.")
+    return round(ns)
 
 
 def format_time(ns: int) -> str:
@@ -84,7 +91,9 @@ def format_time(ns: int) -> str:
     """
     for unit, scale in (("s", NS_PER_S), ("ms", NS_PER_MS), ("us", NS_PER_US)):
         if abs(ns) >= scale:
-            return f"{ns / scale:.3g} {unit}" if abs(ns) < 1000 * scale else f"{ns / scale:.0f} {unit}"
+            return (
+                f"{ns / scale:.3g} {unit}" if abs(ns) < 1000 * scale else f"{ns / scale:.0f} {unit}"
+            )
     return f"{ns} ns"
 
 
@@ -98,7 +107,9 @@ def format_bytes(num_bytes: int) -> str:
     for unit in ("TB", "GB", "MB", "KB"):
         scale = SIZE_UNITS[unit]
         if abs(num_bytes) >= scale:
-            return f"{num_bytes / scale:.3g} {unit}" if abs(num_bytes) < 1000 * scale else (
-                f"{num_bytes / scale:.0f} {unit}"
+            return (
+                f"{num_bytes / scale:.3g} {unit}"
+                if abs(num_bytes) < 1000 * scale
+                else (f"{num_bytes / scale:.0f} {unit}")
             )
     return f"{num_bytes} B"

@@ -13,6 +13,7 @@ from devplace.errors import GraphError
 Stage = Literal["source", "forward", "backward", "update"]
 Role = Literal["", "input", "scalar", "parameter", "buffer", "state", "constant"]
 ResultRole = Literal["loss", "output", "parameter", "buffer", "state"]
+_TOO_LARGE = 2**63  # simulators count in int64
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -153,7 +154,7 @@ class OpGraph:
 
 def _validate(graph: OpGraph) -> None:
     if not graph.ops:
-        raise GraphError(f"Graph {graph.name!r} has no ops. Check that the model computes something.")
+        raise GraphError(f"Graph {graph.name!r} has no ops. Check that the model computes.")
     made = [False] * len(graph.tensors)
     names: set[str] = set()
     for op in graph.ops:
@@ -170,8 +171,9 @@ def _validate(graph: OpGraph) -> None:
                 )
         if op.alias_of >= 0 and op.alias_of not in op.inputs:
             raise GraphError(f"View {op.name!r} must read the tensor it is a view of.")
-        if min(op.flops, op.bytes_read, op.bytes_written, op.workspace_bytes) < 0:
-            raise GraphError(f"Op {op.name!r} has a negative flops or bytes count.")
+        counts = (op.flops, op.bytes_read, op.bytes_written, op.workspace_bytes)
+        if min(counts) < 0 or max(counts) >= _TOO_LARGE:
+            raise GraphError(f"Flops and bytes must be 0 to 2^63 - 1: op {op.name!r} has {counts}.")
         for tensor in op.outputs:
             if not 0 <= tensor < len(made) or made[tensor]:
                 raise GraphError(f"Op {op.name!r} makes tensor {tensor} twice or out of range.")
@@ -180,15 +182,26 @@ def _validate(graph: OpGraph) -> None:
 
 
 def _validate_tensors(graph: OpGraph, made: list[bool]) -> None:
+    names: set[str] = set()
     for tensor, is_made in zip(graph.tensors, made, strict=True):
         if not is_made:
             raise GraphError(f"Tensor {tensor.name!r} is made by no op.")
-        if tensor.num_bytes < 0:
-            raise GraphError(f"Tensor {tensor.name!r} has {tensor.num_bytes} bytes.")
+        if not 0 <= tensor.num_bytes < _TOO_LARGE:
+            raise GraphError(
+                f"Sizes must be 0 to 2^63 - 1: tensor {tensor.name!r} has {tensor.num_bytes} bytes."
+            )
+        if tensor.name in names:
+            raise GraphError(f"Tensor names must be unique: {tensor.name!r} occurs twice.")
+        names.add(tensor.name)
+    replaced: set[int] = set()
     for result in graph.results:
         if not 0 <= result.tensor < len(made):
-            raise GraphError(f"Result {result.name!r} names tensor {result.tensor}, which is missing.")
+            raise GraphError(f"Result {result.name!r} names tensor {result.tensor}: no such one.")
         if result.replaces >= len(graph.ops) or (
             result.replaces >= 0 and not graph.ops[result.replaces].is_source
         ):
             raise GraphError(f"Result {result.name!r} replaces something that is not a source.")
+        if result.replaces in replaced:
+            name = graph.ops[result.replaces].name
+            raise GraphError(f"Two results replace {name!r}: {result.name!r} is the second.")
+        replaced |= {result.replaces} - {-1}

@@ -67,8 +67,9 @@ class Evaluator:
             + tasks.const_bytes.sum()
             + tasks.workspace_bytes.sum()
         )
-        smallest = [*self._limits.tolist(), *self._pool_limits.tolist()]
-        self.memory_cannot_bind = not smallest or total <= min(smallest)
+        members = np.bincount(wires.pool[wires.pool >= 0], minlength=len(self._pool_limits))
+        shares = self._pool_limits // np.maximum(members, 1)  # each member may hold a copy
+        self.memory_cannot_bind = total <= min([*self._limits.tolist(), *shares.tolist()])
 
     @property
     def seconds(self) -> float:

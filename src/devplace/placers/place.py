@@ -11,6 +11,7 @@ from devplace.errors import InfeasibleError, ProblemError
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.placer import Placer
+from devplace.placers.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, make_kernel, simulate
@@ -132,35 +133,55 @@ def with_priority(problem: Problem, placement: Placement) -> Placement:
 
 def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:
     """The error for a placement that does not fit: which limit, how much is missing, what helps."""
-    problem = timeline.problem
     missing = timeline.missing_bytes
     worst = max(missing, key=lambda name: missing[name])
-    index = problem.machine.device_index.get(worst)
-    if index is None:
-        pool = next(p for p in range(len(problem.machine.pools)) if problem.machine.pools[p].name == worst)
-        need, limit = timeline.pool_peak_bytes[pool], problem.core.wires.pool_limit_bytes[pool]
-    else:
-        need, limit = timeline.peak_bytes[index], problem.limit_bytes[index]
+    need = _needed_bytes(timeline)[worst]
     return InfeasibleError(
         f"Placer {placer} found no placement within the memory limits: {worst} needs "
-        f"{format_bytes(int(need))}, {format_bytes(missing[worst])} more than its limit of "
-        f"{format_bytes(int(limit))}. Raise the limit by that much, lower the batch size, or add a "
-        f"device.",
+        f"{format_bytes(need)}, {format_bytes(missing[worst])} more than its limit of "
+        f"{format_bytes(need - missing[worst])}. {_remedy(timeline)}",
         missing,
     )
 
 
+def _needed_bytes(timeline: Timeline) -> dict[str, int]:
+    """What each over-full device or pool would need, by name."""
+    machine = timeline.problem.machine
+    peaks = dict(zip(machine.device_names, timeline.peak_bytes, strict=True))
+    peaks |= {
+        pool.name: peak for pool, peak in zip(machine.pools, timeline.pool_peak_bytes, strict=True)
+    }
+    return {name: int(peaks[name]) for name in timeline.missing_bytes}
+
+
+def _remedy(timeline: Timeline) -> str:
+    """What would make this very placement fit, to the byte."""
+    problem, needed = timeline.problem, _needed_bytes(timeline)
+    index = problem.machine.device_index
+    limits = ", ".join(f"{name}={need}" for name, need in needed.items())
+    if all(
+        name in index and need <= problem.machine.devices[index[name]].usable_bytes
+        for name, need in needed.items()
+    ):
+        first = f"Raise the limits to at least {limits} (bytes)"
+    else:
+        first = f"It would fit with usable memory of at least {limits} (bytes)"
+    return f"{first}, lower the batch size, or add a device."
+
+
 def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
+    single = [simulate(problem, all_on(problem, device)) for device in problem.usable_devices]
+    nearest = min(single, key=lambda timeline: sum(timeline.missing_bytes.values()))
     lacking = bound.static_bytes - bound.capacity_bytes
     if lacking <= 0:
-        return InfeasibleError(
-            "No placement can fit: one op alone needs more memory than any device has. "
-            "Lower the batch size or split that op.",
+        why = "one op alone needs more memory than any device has"
+    else:
+        why = (
+            f"parameters and optimizer state alone need {format_bytes(bound.static_bytes)}, all "
+            f"usable devices together have {format_bytes(bound.capacity_bytes)}, "
+            f"{format_bytes(lacking)} too little"
         )
     return InfeasibleError(
-        f"No placement can fit: parameters and optimizer state alone need "
-        f"{format_bytes(bound.static_bytes)}, all usable devices together have "
-        f"{format_bytes(bound.capacity_bytes)}, {format_bytes(lacking)} too little. "
-        f"Add a device, raise a limit, or use an optimizer with less state.",
-        {"all devices": lacking},
+        f"No placement can fit: {why}. {_remedy(nearest)}",
+        {"all devices": lacking} if lacking > 0 else nearest.missing_bytes,
     )

@@ -89,9 +89,7 @@ class Plan:
 
     def as_placement(self) -> Placement:
         """Placement and order as the simulator takes them."""
-        return Placement(
-            np.array(self.placement, np.int32), np.array(self.priority, np.int64)
-        )
+        return Placement(np.array(self.placement, np.int32), np.array(self.priority, np.int64))
 
     def check(self, problem: Problem) -> None:
         """Refuse a problem this plan was not made for.
@@ -122,7 +120,9 @@ class Plan:
             part.write_bytes(self.to_json())
             part.replace(target)
         except OSError as error:
-            raise PlanError(f"Cannot write plan {path}: {error.strerror}. Check the path.") from error
+            raise PlanError(
+                f"Cannot write plan {path}: {error.strerror}. Check the path."
+            ) from error
 
     def to_json(self) -> bytes:
         """The plan as JSON."""
@@ -141,7 +141,9 @@ class Plan:
         return msgspec.json.encode(data) + b"\n"
 
 
-def make_plan(timeline: Timeline, priority: Any, request: dict[str, Any], bound_ns: int = 0) -> Plan:
+def make_plan(
+    timeline: Timeline, priority: Any, request: dict[str, Any], bound_ns: int = 0
+) -> Plan:
     """Plan from a simulated placement.
 
     Args:
@@ -189,7 +191,9 @@ def load_plan(path: str | Path) -> Plan:
     try:
         found = msgspec.json.decode(data, type=_PlanFile)
     except msgspec.MsgspecError as error:
-        raise PlanError(f"{path} is not a whole devplace plan: {error}. Make the plan again.") from error
+        raise PlanError(
+            f"{path} is not a whole devplace plan: {error}. Make the plan again."
+        ) from error
     if found.format != FORMAT or found.version != FORMAT_VERSION:
         raise PlanError(
             f"{path} has format {found.format!r} version {found.version}, expected {FORMAT!r} "
@@ -275,7 +279,9 @@ def _check_machine(plan: Plan, machine: Machine) -> None:
 
 def _check_order(plan: Plan, problem: Problem) -> None:
     tasks = problem.core.tasks
-    work = {int(op) for op, source in zip(tasks.task_op, tasks.is_source, strict=True) if not source}
+    work = {
+        int(op) for op, source in zip(tasks.task_op, tasks.is_source, strict=True) if not source
+    }
     listed = [op for row in plan.order for op in row]
     if len(listed) != len(set(listed)) or set(listed) != work:
         missing = sorted(work - set(listed))

@@ -56,8 +56,15 @@ class Problem:
         if self.costs.compute_ns.shape != shape:
             raise ProblemError(
                 f"Costs must have one row per op and one column per device: got shape "
-                f"{self.costs.compute_ns.shape}, expected {shape}. Price this graph on this machine."
+                f"{self.costs.compute_ns.shape}, expected {shape}. Price this graph "
+                f"on this machine."
             )
+        if self.costs.compute_ns.dtype != np.int64:
+            raise ProblemError(
+                f"Costs must be int64 nanoseconds, got {self.costs.compute_ns.dtype}. Round them."
+            )
+        if isinstance(self.exclude, str):
+            raise ProblemError(f"exclude must be a list of device names, got {self.exclude!r}.")
         if (self.costs.compute_ns < 0).any():
             op, device = map(int, np.argwhere(self.costs.compute_ns < 0)[0])
             raise ProblemError(
@@ -130,8 +137,10 @@ class Problem:
         devices = np.asarray(placement.devices)
         count = len(self.graph.ops)
         if devices.shape != (count,):
-            raise ProblemError(f"A placement needs {count} devices, one per op, got {devices.shape}.")
-        if len(devices) and not (0 <= devices.min() and devices.max() < len(self.machine.devices)):
+            raise ProblemError(
+                f"A placement needs {count} devices, one per op, got shape {devices.shape}."
+            )
+        if devices.min() < 0 or devices.max() >= len(self.machine.devices):
             raise ProblemError(
                 f"A placement has device indices 0 to {len(self.machine.devices) - 1}, "
                 f"got {devices.min()} to {devices.max()}."
@@ -162,11 +171,11 @@ def matches(pattern: str, op: Op) -> bool:
         >>> [matches(p, op) for p in ("encoder", "encoder.*", "enc", "*.fc", "mm_3", "")]
         [True, True, False, True, True, True]
     """
-    if pattern == "" or fnmatch.fnmatchcase(op.name, pattern):
+    if pattern in ("", op.name) or fnmatch.fnmatchcase(op.name, pattern):
         return True
     path = op.module
     while path:
-        if fnmatch.fnmatchcase(path, pattern):
+        if path == pattern or fnmatch.fnmatchcase(path, pattern):
             return True
         path = path.rpartition(".")[0]
     return False
@@ -234,11 +243,26 @@ def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]
                 f"A pin must name a device that can run the op: {op.name!r} ({op.target}) cannot "
                 f"run on {machine.device_names[device]}. Remove pin {pattern!r} or allow soft pins."
             )
-    unused = [pattern for pattern in targets if pattern not in used]
-    if unused:
+    notes += [_unused_pin(problem, pattern, targets) for pattern in targets if pattern not in used]
+    return tuple(dict.fromkeys(notes))
+
+
+def _unused_pin(problem: Problem, pattern: str, targets: Mapping[str, int]) -> str:
+    """Why a pin binds no task: a note if that is harmless, else an error."""
+    graph, tasks = problem.graph, problem.core.tasks
+    matched = [index for index, op in enumerate(graph.ops) if matches(pattern, op)]
+    if not matched:
         modules = sorted({op.module.split(".")[0] for op in graph.ops if op.module})
         raise ProblemError(
-            f"Every pin must match something: {unused[0]!r} matches no module or op. "
+            f"Every pin must match something: {pattern!r} matches no module or op. "
             f"Top-level modules: {', '.join(modules[:20]) or 'none'}."
         )
-    return tuple(dict.fromkeys(notes))
+    own = set(tasks.task_op.tolist())
+    hidden = next((index for index in matched if index in own), None)
+    if hidden is None:
+        return f"pin {pattern!r} changes nothing: what it matches follows the ops it belongs to"
+    winner = next(other for other in targets if matches(other, graph.ops[hidden]))
+    raise ProblemError(
+        f"Every pin must decide something: {pattern!r} comes after {winner!r}, which matches all "
+        f"of it. Put {pattern!r} first."
+    )

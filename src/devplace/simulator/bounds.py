@@ -158,7 +158,8 @@ def _one_op_too_large(problem: Problem) -> bool:
     tasks, wires = problem.core.tasks, problem.core.wires
     largest = max((int(wires.limit_bytes[d]) for d in problem.usable_devices), default=0)
     sizes = np.add.reduceat(
-        np.append(tasks.storage_bytes, 0), np.minimum(tasks.storage_ptr[:-1], len(tasks.storage_bytes))
+        np.append(tasks.storage_bytes, 0),
+        np.minimum(tasks.storage_ptr[:-1], len(tasks.storage_bytes)),
     )
     sizes = np.where(np.diff(tasks.storage_ptr) > 0, sizes, 0)
     return bool(len(sizes) and int((sizes + tasks.workspace_bytes).max()) > largest)

@@ -115,9 +115,7 @@ def simulate_core(core: Core, device: NDArray[np.int32], priority: I64) -> CoreT
                 state.debt[d] = 0
                 state.running[d] += 1
                 _allocate(state, task)
-                heapq.heappush(
-                    state.events, (int(finish[task]), 0, -state.priority[task], task, 0)
-                )
+                heapq.heappush(state.events, (int(finish[task]), 0, -state.priority[task], task, 0))
         _look_at_memory(state, peak, pool_peak, history)
         if not state.events:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,7 +101,9 @@ class Timeline:
         return _critical_path(self)
 
 
-def simulate(problem: Problem, placement: Placement, kernel: SimulatorKernel | None = None) -> Timeline:
+def simulate(
+    problem: Problem, placement: Placement, kernel: SimulatorKernel | None = None
+) -> Timeline:
     """Simulate one step of `placement`.
 
     Never raises on an over-full device: `Timeline.missing_bytes` tells by how much.
@@ -160,9 +163,7 @@ def expand(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:
 
 def _critical_path(timeline: Timeline) -> list[int]:
     problem, tasks = timeline.problem, timeline.problem.core.tasks
-    previous: dict[int, int] = {}
-    for row in timeline.order:
-        previous.update(zip(row[1:], row, strict=False))
+    previous = _waited_for(timeline)
     arrival = {(t.tensor, t.dst): t.arrival_ns for t in timeline.transfers}
     producer = problem.graph.producer
     work = [op for row in timeline.order for op in row]
@@ -185,3 +186,17 @@ def _critical_path(timeline: Timeline) -> list[int]:
             return path[::-1]
         op = best
         path.append(op)
+
+
+def _waited_for(timeline: Timeline) -> dict[int, int]:
+    """Op -> the op of its device that ended last before it started."""
+    start, finish = timeline.start_ns, timeline.finish_ns
+    previous: dict[int, int] = {}
+    for row in timeline.order:
+        ended: list[tuple[int, int, int]] = []
+        for place, op in enumerate(row):
+            fitting = bisect.bisect_right(ended, (int(start[op]), place, 0))
+            if fitting:
+                previous[op] = ended[fitting - 1][2]
+            bisect.insort(ended, (int(finish[op]), place, op))
+    return previous
