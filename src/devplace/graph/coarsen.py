@@ -1,8 +1,8 @@
 """Which ops belong together: module paths, and the main path against the weight-gradient side path.
 
-An op is on the *side path* when nothing but parameter updates needs it: weight gradients, their
-sums, the updates themselves. It can wait until devices are idle, so it is decided apart from the
-main path (forward, and the gradients that flow on to earlier layers).
+An op is on the *side path* when nothing but the update of one parameter needs it: weight
+gradients, their sums, the update itself. It can wait until devices are idle, so it is decided apart
+from the main path (forward, and the gradients that flow on to earlier layers).
 """
 
 from __future__ import annotations
@@ -36,26 +36,58 @@ class Coarsening:
 
 
 def side_owner(graph: OpGraph) -> list[str | None]:
-    """For each op on the side path the module whose parameters it serves, else None."""
-    readers: list[list[int]] = [[] for _ in graph.ops]
+    """For each op on the side path the module whose parameter it serves, else None.
+
+    Ops that serve all parameters in the update stage (the norm of all gradients, when it is
+    clipped) do not put a weight gradient on the main path.
+    """
+    several = -2
+    serves = [-1] * len(graph.ops)  # source op index of the one parameter served
     producer = graph.producer
+    readers: list[list[int]] = [[] for _ in graph.ops]
     for index, op in enumerate(graph.ops):
         for tensor in op.inputs:
             readers[producer[tensor]].append(index)
-    owner: list[str | None] = [None] * len(graph.ops)
-    kept = {producer[r.tensor] for r in graph.results if r.role in ("loss", "output")}
+    home = _parameter_sources(graph)
+    for result in graph.results:
+        maker = producer[result.tensor]
+        if result.replaces < 0:
+            serves[maker] = several
+            continue
+        source = home[result.replaces]
+        serves[maker] = source if serves[maker] in (-1, source) else several
     for index in range(len(graph.ops) - 1, -1, -1):
         op = graph.ops[index]
-        if op.stage == "update":
-            owner[index] = op.module
-        elif op.stage != "source" and readers[index] and index not in kept:
-            owners = [owner[reader] for reader in readers[index]]
-            if all(found is not None for found in owners):
-                owner[index] = owners[0]
-    for index, op in enumerate(graph.ops):
-        if op.stage == "source" and index in graph.replaced:
-            owner[index] = op.module
-    return owner
+        found = {serves[reader] for reader in readers[index]} - {-1}
+        if op.stage != "update":
+            found -= {
+                several
+                for reader in readers[index]
+                if graph.ops[reader].stage == "update" and serves[reader] == several
+            } - {
+                serves[reader] for reader in readers[index] if graph.ops[reader].stage != "update"
+            }
+        if serves[index] != -1:
+            found.add(serves[index])
+        if found:
+            serves[index] = found.pop() if len(found) == 1 else several
+    for source in graph.replaced:
+        serves[source] = home[source]
+    return [graph.ops[s].module if s >= 0 else None for s in serves]
+
+
+def _parameter_sources(graph: OpGraph) -> dict[int, int]:
+    """Replaced source -> the parameter it belongs to (itself, unless it is optimizer state)."""
+    by_name = {graph.ops[i].name: i for i in graph.replaced if graph.ops[i].role == "parameter"}
+    return {
+        i: by_name.get(parameter_name(graph.ops[i].name, graph.ops[i].role), i)
+        for i in graph.replaced
+    }
+
+
+def parameter_name(source_name: str, role: str) -> str:
+    """Name of the parameter a source belongs to: state sources are named `slot[parameter]`."""
+    return source_name.partition("[")[2].removesuffix("]") if role == "state" else source_name
 
 
 def coarsen(graph: OpGraph, depth: int, by_micro_batch: bool = False, calls: int = 1) -> Coarsening:
@@ -78,7 +110,7 @@ def coarsen(graph: OpGraph, depth: int, by_micro_batch: bool = False, calls: int
         path = op.module if side is None else side
         part = ".".join(path.split(".")[:depth])
         batch = op.micro_batch if by_micro_batch else -1
-        run = op.call * calls // most_calls[op.module] if side is None else 0
+        run = op.call * calls // most_calls[op.module] if op.stage != "update" else 0
         key = (part, "main" if side is None else "side", batch, run)
         of_op[index] = number.setdefault(key, len(number))
     labels = tuple(

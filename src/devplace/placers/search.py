@@ -78,13 +78,21 @@ class Search:
         self._coarse(annealer, levels[0], starts, devices, rng)
         for k, level in enumerate(levels[1:]):
             until = 0.45 + 0.3 * (k + 1) / (len(levels) - 1)
-            start = level.vote(
-                annealer.best.groups, group_time_ns(problem).mean(axis=1), len(problem.machine.devices)
-            )
-            annealer.run(level, start, everything, until, self.heat / 4, 3000)
+            self._again(annealer, level, everything, until, self.heat / 4, 3000)
         for share in (0.82, 0.9, 1.0):
             improve_order(annealer, rng, share - 0.04, 2 * self.width)
             refine_placement(annealer, rng, everything, share, self.width)
+        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
+        while limited and not evaluate.exhausted:
+            before = evaluate.num_evaluations
+            level = levels[int(rng.integers(len(levels)))]
+            until = evaluate.fraction_spent + 0.6 * (1 - evaluate.fraction_spent)
+            heat = self.heat * float(rng.choice([0.1, 0.3, 1.0]))
+            self._again(annealer, level, everything, until, heat, 1500)
+            improve_order(annealer, rng, 1.0, 2 * self.width)
+            refine_placement(annealer, rng, everything, 1.0, self.width)
+            if evaluate.num_evaluations == before:
+                break
         best = annealer.best
         placement = Placement(op_devices(problem, best.groups))
         if best.priority is None:
@@ -156,6 +164,21 @@ class Search:
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
             levels.append(make_classes(problem, per_group, time))
         return levels
+
+    def _again(
+        self,
+        annealer: Annealer,
+        level: Classes,
+        devices: list[int],
+        until: float,
+        heat: float,
+        patience: int,
+    ) -> None:
+        """Anneal on one level from the best placement so far."""
+        problem = annealer.problem
+        group_time = group_time_ns(problem).mean(axis=1)
+        start = level.vote(annealer.best.groups, group_time, len(problem.machine.devices))
+        annealer.run(level, start, devices, until, heat, patience)
 
     def _coarse(
         self,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from devplace.cost import CostTable, transfer_ns
 from devplace.graph import OpGraph
+from devplace.graph.coarsen import parameter_name
 from devplace.machine import Machine
 from devplace.machine.machine import channels_of
 from devplace.units import NS_PER_S
@@ -263,11 +264,6 @@ def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
     roots = {find(x): None for x in range(len(parent))}
     number = {root: i for i, root in enumerate(roots)}
     return np.array([number[find(x)] for x in range(len(parent))], np.int32)
-
-
-def parameter_name(source_name: str, role: str) -> str:
-    """Name of the parameter a source belongs to: state sources are named `slot[parameter]`."""
-    return source_name.partition("[")[2].removesuffix("]") if role == "state" else source_name
 
 
 def build_wires(
