@@ -47,7 +47,7 @@ lint: $(DONE)/package $(DONE)/test $(DONE)/lint
 	$(BIN)/lint-imports
 
 docs: $(DONE)/package $(DONE)/docs
-	$(BIN)/sphinx-build -q -W --keep-going -n -b html docs docs/_build/html
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
 
 bench: $(DONE)/package

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 
+HELP = "import sys; sys.argv[1:] = ['--help']\nfrom devplace.cli import main; main()"
 CASES = {
     "python -c pass": ["-c", "pass"],
     "import devplace": ["-c", "import devplace"],
-    "devplace --help": ["-c", "import sys; sys.argv[1:] = ['--help']\nfrom devplace.cli import main; main()"],
+    "devplace --help": [
+        "-c",
+        "import sys; sys.argv[1:] = ['--help']\nfrom devplace.cli import main; main()",
+    ],
     "import all for planning": ["-c", "import devplace.placers, devplace.plan, devplace.machine"],
     "import torch": ["-c", "import torch"],
 }
