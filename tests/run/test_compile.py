@@ -225,6 +225,18 @@ def test_a_model_without_weights_is_refused() -> None:
         make_step(model, (torch.randn(4, 4),), mean_square, optimizer, at_random(0))
 
 
+def test_a_model_without_weights_can_be_measured() -> None:
+    """With invented values a meta model runs; writing them back is refused."""
+    with torch.device("meta"):
+        model = Clipped()
+    optimizer = adam(list(model.parameters()))
+    batch = (torch.randn(4, 4),)
+    step = make_step(model, batch, mean_square, optimizer, at_random(0), invent_seed=1)
+    assert torch.isfinite(step(*batch))
+    with pytest.raises(InputError, match=r"cannot hold values: 'one\.weight'"):
+        step.sync()
+
+
 def test_another_model_is_refused() -> None:
     """Missing parameters and other shapes are named."""
     model = Clipped()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -302,6 +304,55 @@ def test_values_are_freed_after_their_last_use(open_executors: list[CpuExecutor]
     executor = load(make(graph, placed, open_executors), values)
     executor.step(1)
     assert alive == {"mm_1": True, "sub": False}
+
+
+def test_an_interrupt_ends_the_step_and_leaves_the_state(
+    open_executors: list[CpuExecutor],
+) -> None:
+    """Ctrl-C during a step stops all devices; nothing is applied and the next step works."""
+    graph, values = mixed_graph()
+    node = next(n for n in graph.program.module.graph.nodes if n.name == "relu")
+    relu, interrupts = node.target, [True]
+
+    def interrupting(value: Any) -> Any:
+        if interrupts.pop() if interrupts else False:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+        return relu(value)
+
+    node.target = interrupting
+    executor = load(make(graph, random_placement(graph, 3, 0), open_executors), values)
+    with pytest.raises(KeyboardInterrupt):
+        executor.step(1)
+    assert torch.equal(executor.get(1), values[1])
+    expected = run_unplaced(graph, values, 0, 1)
+    assert torch.equal(executor.step(1).results[0], expected[0])
+    assert torch.equal(executor.get(1), expected[1])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_old_parameters_are_freed_only_if_not_kept(
+    keeps: bool, open_executors: list[CpuExecutor]
+) -> None:
+    """Without `keeps_old_state` the old value is gone before the step ends."""
+    sources = {"x": ("input", torch.ones(3)), "w": ("parameter", torch.ones(3))}
+    graph = trace(
+        lambda x, w: [(x.exp() + 1).sum(), w - 1],
+        sources,
+        [("loss", "loss"), ("w", "parameter")],
+    )
+    alive: list[bool] = []
+    held: list[Any] = []
+    node = next(n for n in graph.program.module.graph.nodes if n.name == "sum_1")
+    node.target = lambda value: (alive.append(held[0]() is not None), value.sum())[1]
+    index = graph.op_index
+    order = [[index["sub"], index["exp"], index["add"], index["sum_1"]], [], []]
+    placed = ([0] * len(graph.ops), order)
+    executor = make(graph, placed, open_executors, keeps_old_state=keeps)
+    load(executor, {0: torch.ones(3), 1: torch.ones(3)})
+    held.append(weakref.ref(executor.get(1)))
+    executor.step(1)
+    assert alive == [keeps]
 
 
 def test_threads_end_with_the_executor() -> None:

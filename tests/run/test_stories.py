@@ -62,6 +62,28 @@ def test_s14_a_cut_inside_every_residual_block_changes_nothing() -> None:
     compare_with_eager(model, batches(4, 6), mean_square, sgd, place)
 
 
+ALL = {
+    "residual": (lambda: Residual(6), lambda: (torch.randn(4, 6),), mean_square),
+    "u-shape": (UShape, lambda: (torch.randn(2, 3, 6, 6),), mean_square),
+    "borrowing": (Borrowing, lambda: (torch.randn(2, 2, 5, 5),), mean_square),
+    "containers": (Containers, lambda: (torch.randn(3, 4),), mean_square),
+    "rotary": (Rotary, lambda: (torch.randn(4, 6),), mean_square),
+    "factories": (Factories, lambda: (torch.randn(3, 2, 3),), mean_square),
+    "tied": (Tied, lambda: (torch.randint(0, 7, (3, 5)),), next_token),
+    "normed": (Normed, lambda: (torch.randn(4, 2, 6, 6),), mean_square),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ALL)
+def test_any_placement_of_any_model_equals_eager(name: str, seed: int) -> None:
+    """Every op on a random device in a random order: three steps equal torch.optim."""
+    make_model, make_batch, loss = ALL[name]
+    make_optimizer = (sgd, adam)[seed]
+    data = [make_batch() for _ in range(3)]
+    compare_with_eager(make_model(), data, loss, make_optimizer, at_random(seed))
+
+
 def test_s15_skip_tensors_joined_outside_modules() -> None:
     """Add and cat of tensors from two devices work wherever they run."""
     place = by_module(lambda path: 1 if path.startswith("up") else 0)

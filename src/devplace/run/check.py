@@ -12,6 +12,7 @@ import torch
 from devplace.errors import VerificationError
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call
+from devplace.run.copies import clone_tensor
 from devplace.run.cpu import CpuExecutor
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
@@ -82,7 +83,7 @@ def check(
     steps: int = 3,
     seed: int = 0,
     kwargs: Mapping[str, Any] | None = None,
-    copy: CopyFunction | None = None,
+    copy: CopyFunction = clone_tensor,
 ) -> CheckReport:
     """Run the placed and the unplaced step side by side and compare everything they leave behind.
 
@@ -102,17 +103,16 @@ def check(
         steps: Number of steps, each continuing from the one before.
         seed: Seed of the random ops.
         kwargs: Named part of the batch.
-        copy: Makes the copy of a transferred tensor; default: a clone.
+        copy: Makes the copy of a transferred tensor.
 
     Raises:
         VerificationError: A tensor is off by more than its limit; names the worst one.
         PlanError: The order is incomplete or can never finish.
     """
+    schedule = make_schedule(graph, device_of_op, order, device_names)
     pair = _Pair(graph, model, optimizer, seed)
     batch = _real_inputs(bind_inputs(graph, *as_call(inputs, kwargs)), seed)
-    schedule = make_schedule(graph, device_of_op, order, device_names)
-    options: dict[str, Any] = {} if copy is None else {"copy": copy}
-    executor = CpuExecutor(schedule, seed, **options)
+    executor = CpuExecutor(schedule, seed, copy)
     try:
         done, errors = pair.compare_steps(executor, batch, steps)
     finally:

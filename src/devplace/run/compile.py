@@ -7,9 +7,10 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-from devplace.errors import InputError, PlanMismatchError
+from devplace.errors import PlanMismatchError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
+from devplace.run.copies import clone_tensor
 from devplace.run.cpu import CpuExecutor, StepOutcome
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
@@ -26,8 +27,10 @@ def compile_step(
     order: Sequence[Sequence[int]],
     device_names: Sequence[str],
     seed: int = 0,
-    copy: CopyFunction | None = None,
+    *,
+    copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
+    invent_seed: int | None = None,
 ) -> Step:
     """Make a placed step callable on logical CPU devices.
 
@@ -42,24 +45,20 @@ def compile_step(
         order: Per device the indices of its ops (no sources, no views) in execution order.
         device_names: Names of the devices, shape `[D]`.
         seed: Fixes all random numbers, whatever the placement.
-        copy: Makes the copy of a transferred tensor; default: a clone.
+        copy: Makes the copy of a transferred tensor.
         keeps_old_state: Keep the state before a step until it has succeeded; if not, less memory
             is used, but after an error the state must be loaded again.
+        invent_seed: Seed of made-up values for a model on the meta device, to measure without
+            weights; None refuses such a model.
 
     Raises:
         PlanError: The order is incomplete or can never finish.
         PlanMismatchError: The model differs from the captured one.
         InputError: The model has no values, or the graph no program.
     """
-    if graph.program is None:
-        raise InputError(
-            f"Graph {graph.name!r} was read from a file and can only be planned. Capture the model "
-            "in this process to run it."
-        )
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    options: dict[str, Any] = {} if copy is None else {"copy": copy}
-    executor = CpuExecutor(schedule, seed, keeps_old_state=keeps_old_state, **options)
-    return Step(model, optimizer, graph, executor)
+    executor = CpuExecutor(schedule, seed, copy, keeps_old_state)
+    return Step(model, optimizer, graph, executor, invent_seed)
 
 
 class Step:
@@ -108,6 +107,9 @@ class Step:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
 
         Afterwards `state_dict()`, checkpoints and evaluation see the trained values.
+
+        Raises:
+            InputError: The model is on the meta device and cannot hold values.
         """
         self._state.write(self.executor.get, self._steps_since_capture)
 

@@ -45,13 +45,14 @@ def shrunk_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int] | 
     if 0 in shape:
         return None
     shrunk = [0] * len(shape)
-    dense, new_dense = 1, 1
+    span, dense, new_dense = 1, 1, 1
     for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] > 1)):
         if shape[dim] == 1:
             shrunk[dim] = new_dense
         elif strides[dim] != 0:
-            if strides[dim] < dense:
+            if strides[dim] < span:
                 return None
+            span += strides[dim] * (shape[dim] - 1)
             shrunk[dim] = new_dense if strides[dim] == dense else new_dense + 1
             dense, new_dense = strides[dim] * shape[dim], shrunk[dim] * shape[dim]
     return shrunk

@@ -105,6 +105,8 @@ class CpuExecutor:
         codes = self._timed_codes if is_timed else self._codes
         self._check_complete()
         transfers = self.schedule.transfers
+        if self._mailbox.stop:  # left over from a step that was given up
+            self._mailbox = Mailbox(transfers, self._copy)
         self._mailbox.times = [(0, 0)] * len(transfers) if is_timed else None
         run = _StepRun(self, codes, number)
         begin_ns = time.perf_counter_ns()
@@ -170,34 +172,33 @@ class _StepRun:
         self._codes = codes
         self._number = number
         self._outputs: list[list[Any]] = [[] for _ in codes]
+        self._mailbox = executor._mailbox
+        self._finished = [False] * len(codes)
         self._failure: tuple[BaseException, str] | None = None
         self._lock = threading.Lock()
 
     def run(self) -> list[list[Any]]:
-        executor = self._executor
+        started: list[int] = []
         done: SimpleQueue[int] = SimpleQueue()
-        sources = [executor._take_sources(device) for device in range(len(self._codes))]
-        for device in range(len(self._codes)):
-            taken = sources[device]
-            sources[device] = []
-            job = self._make_job(device, taken, done)
-            executor._workers.queues[device].put(job)
-            del job, taken
         try:
-            for _ in self._codes:
+            for device in range(len(self._codes)):
+                self._executor._workers.queues[device].put(self._make_job(device, done))
+                started.append(device)
+            for _ in started:
                 done.get()
-        except BaseException:  # the user's interrupt: end the threads before it goes on
-            executor._mailbox.abort("interrupted")
-            executor._mailbox = Mailbox(executor.schedule.transfers, executor._copy)
+        except BaseException as error:  # the user's interrupt: end the step before it goes on
+            self._fail(error, "The step was interrupted.")
+            while not all(self._finished[device] for device in started):
+                time.sleep(0.001)  # a token of `done` may have been lost in the interrupt
             raise
         if self._failure is not None:
-            executor._mailbox = Mailbox(executor.schedule.transfers, executor._copy)
-            error, message = self._failure
-            raise ExecutionError(message) from error
+            cause, message = self._failure
+            raise ExecutionError(message) from cause
         return self._outputs
 
-    def _make_job(self, device: int, sources: list[Any], done: SimpleQueue[int]) -> Any:
-        executor, code, mailbox = self._executor, self._codes[device], self._executor._mailbox
+    def _make_job(self, device: int, done: SimpleQueue[int]) -> Any:
+        sources = self._executor._take_sources(device)
+        executor, code, mailbox = self._executor, self._codes[device], self._mailbox
         queue = executor._workers.queues[len(self._codes) + device]
         post = make_post(mailbox, executor.schedule.transfers, queue, self._copy_failed)
         generator = executor._generators[device]
@@ -219,6 +220,7 @@ class _StepRun:
             except BaseException as error:
                 self._fail(error, self._describe(device, error))
             finally:
+                self._finished[device] = True
                 done.put(device)
 
         return job
@@ -231,7 +233,7 @@ class _StepRun:
             if self._failure is not None:
                 return
             self._failure = (error, message)
-        self._executor._mailbox.abort(message)
+        self._mailbox.abort(message)
 
     def _describe(self, device: int, error: BaseException) -> str:
         schedule = self._executor.schedule

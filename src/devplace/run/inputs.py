@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from devplace.errors import InputError
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import as_call, flatten_batch, open_dataclasses, path_name
+from devplace.graph.capture.batch import as_call, flatten_batch, leaf_names, open_dataclasses
 
 
 def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
@@ -81,8 +80,9 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple
 
 
 def _leaf_name(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> str:
-    paths, _ = pytree.tree_flatten_with_path(open_dataclasses((tuple(args), dict(kwargs))))
-    return path_name(paths[index][0])
+    opened_args, opened_kwargs = open_dataclasses((tuple(args), dict(kwargs)))
+    trees = [*((str(k), arg) for k, arg in enumerate(opened_args)), *opened_kwargs.items()]
+    return [name for key, tree in trees for name in leaf_names(key, tree)][index]
 
 
 def _in_captured_order(kwargs: Mapping[str, Any], spec: Any) -> dict[str, Any]:

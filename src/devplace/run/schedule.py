@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.run.order import check_order
 
@@ -88,9 +89,15 @@ def make_schedule(
         device_names: Names of the devices, shape `[D]`.
 
     Raises:
+        InputError: The graph has no program.
         PlanError: The order misses, repeats or misplaces an op, or together with the data
             dependencies forms a cycle; the message names two ops.
     """
+    if graph.program is None:
+        raise InputError(
+            f"Graph {graph.name!r} was read from a file and can only be planned. Capture the model "
+            "in this process to run it."
+        )
     facts = NodeFacts(graph, tuple(int(device) for device in device_of_op))
     check_order(graph, facts.device_of_op, order, tuple(device_names), facts.dependencies())
     found = _Lowering(facts, order, len(device_names), {})

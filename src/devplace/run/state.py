@@ -92,6 +92,9 @@ class ModelState:
         Args:
             get: Source op -> its present value.
             steps_since_capture: How many steps the optimizer has made since capture.
+
+        Raises:
+            InputError: The model is on the meta device.
         """
         replaced = self._graph.replaced
         tensors = self._named_tensors()
@@ -99,6 +102,11 @@ class ModelState:
             for binding in self._graph.program.bindings:
                 if binding.op not in replaced:
                     continue
+                if tensors[binding.key].is_meta:
+                    raise InputError(
+                        f"A model on the meta device cannot hold values: {binding.key!r} is there. "
+                        "Load weights before compiling the step."
+                    )
                 if binding.kind in ("parameter", "buffer"):
                     tensors[binding.key].copy_(get(binding.op))
                 elif binding.kind == "state":

@@ -1,0 +1,60 @@
+"""Copies between devices keep values and the kind of layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from devplace.run.copies import clone_tensor, shrunk_strides
+
+BASE = torch.arange(240.0).reshape(4, 5, 12)
+
+VIEWS = {
+    "dense": BASE,
+    "permuted": BASE.permute(2, 0, 1),
+    "chunk": BASE.chunk(3, dim=2)[1],
+    "column": BASE[:, :, 3],
+    "row": BASE[:, 2],
+    "stepped": BASE[:, ::2, ::3],
+    "expanded part": BASE[:1, 1:3].expand(6, 2, 12),
+    "single": BASE[2:3, :, 4:5],
+    "scalar": BASE[1, 2, 3],
+    "empty": BASE[:0],
+    "overlapping": BASE.flatten().unfold(0, 6, 2),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_copies_are_equal_and_own_their_memory(name: str) -> None:
+    """Same values in other memory, no more than about twice the bytes that are there."""
+    view = VIEWS[name]
+    copied = clone_tensor(view)
+    assert torch.equal(copied, view)
+    if view.numel():
+        assert copied.untyped_storage().data_ptr() != view.untyped_storage().data_ptr()
+    assert copied.untyped_storage().nbytes() <= 2 * view.numel() * view.element_size() + 8
+
+
+@pytest.mark.parametrize("name", ["permuted", "chunk", "column", "row", "stepped"])
+def test_copies_keep_which_dimensions_are_dense(name: str) -> None:
+    """Dimensions that merge do so in the copy, others do not."""
+
+    def merges(tensor: Any) -> list[tuple[bool, bool]]:
+        strides, sizes = tensor.stride(), tensor.shape
+        return [
+            (strides[a] == strides[b] * sizes[b], strides[a] == 1)
+            for a in range(tensor.dim())
+            for b in range(tensor.dim())
+            if a != b
+        ]
+
+    view = VIEWS[name]
+    assert merges(clone_tensor(view)) == merges(view)
+
+
+def test_overlapping_strides_are_not_shrunk() -> None:
+    """Elements shared other than by repetition, and nothing at all, have no such strides."""
+    assert shrunk_strides((118, 6), (2, 1)) is None
+    assert shrunk_strides((0, 6), (6, 1)) is None
