@@ -14,6 +14,7 @@ from devplace.graph.capture import capture
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:RNN module weights"),  # of the eager copy
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -59,6 +60,7 @@ def test_small_net_equals_eager_on_the_gpu(optimizer: str, chunks: int) -> None:
         lambda m: getattr(torch.optim, optimizer)(m.parameters(), lr=0.01),
         eager_loss=eager,
         micro_batches=chunks,
+        tolerance=1e-8,  # Adam enlarges rounding where the gradient is nearly zero
     )
     assert graph.meta["device"] == "cuda"
 

@@ -274,3 +274,15 @@ def test_new_batch_runs_on_the_same_graph() -> None:
     x, y = batches(3)[2]
     got = Runner(graph, model).step(1, (x, y))[0]
     torch.testing.assert_close(got, xent(copy.deepcopy(model), x, y).detach())
+
+
+def test_parameters_in_disjoint_parts_of_one_storage_are_separate() -> None:
+    """Flattened weights, as cuDNN keeps those of an LSTM, are ordinary parameters."""
+    model = Net().double()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    graph = assert_same_training(model, batches(), xent, sgd)
+    assert sum(r.role == "parameter" for r in graph.results) == 4

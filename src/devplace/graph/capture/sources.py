@@ -43,7 +43,7 @@ def find_sources(model: torch.nn.Module) -> Sources:
     shared: dict[str, str] = {}
     overlapping: dict[str, str] = {}
     first: dict[int, str] = {}
-    by_storage: dict[int, tuple[str, torch.Tensor]] = {}
+    by_storage: _ByStorage = {}
     named: list[tuple[str, torch.Tensor, bool]] = [
         (n, p, True) for n, p in model.named_parameters(remove_duplicate=False)
     ]
@@ -66,37 +66,45 @@ def find_sources(model: torch.nn.Module) -> Sources:
     return Sources(parameters, buffers, shared, overlapping)
 
 
+_ByStorage = dict[int, list[tuple[str, torch.Tensor]]]
+
+
 def _twin(
-    name: str,
-    tensor: torch.Tensor,
-    by_storage: dict[int, tuple[str, torch.Tensor]],
-    overlapping: dict[str, str],
+    name: str, tensor: torch.Tensor, by_storage: _ByStorage, overlapping: dict[str, str]
 ) -> str | None:
     """Name of an earlier tensor over exactly the same memory."""
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return None
-    storage = tensor.untyped_storage()._cdata
-    other = by_storage.get(storage)
-    if other is None:
-        by_storage[storage] = (name, tensor)
-        return None
-    other_name, other_tensor = other
-    same = (
-        tensor.shape == other_tensor.shape
-        and tensor.stride() == other_tensor.stride()
-        and tensor.storage_offset() == other_tensor.storage_offset()
-        and tensor.dtype == other_tensor.dtype
-    )
-    if same and not (tensor.requires_grad and other_tensor.requires_grad):
-        return other_name
-    if not tensor.requires_grad and not other_tensor.requires_grad:
+    known = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
+    start, end = _extent(tensor)
+    for other_name, other in known:
+        other_start, other_end = _extent(other)
+        if end <= other_start or other_end <= start:
+            continue  # parts of one storage, such as the flat weights of an LSTM on CUDA
+        both_trained = tensor.requires_grad and other.requires_grad
+        if _same_geometry(tensor, other) and not both_trained:
+            return other_name
+        if tensor.requires_grad or other.requires_grad:
+            raise CaptureError(
+                f"Trained parameters must own their memory: {name!r} and {other_name!r} are "
+                f"different tensors over one storage. Tie them by assigning the same Parameter "
+                f"object to both names, or clone one."
+            )
         overlapping |= {name: other_name, other_name: name}
-        return None
-    raise CaptureError(
-        f"Trained parameters must own their memory: {name!r} and {other_name!r} are different "
-        f"tensors over one storage. Tie them by assigning the same Parameter object to both names, "
-        f"or clone one."
-    )
+    known.append((name, tensor))
+    return None
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte, exclusive, in the storage."""
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset()
+    return start * tensor.element_size(), (start + steps + 1) * tensor.element_size()
+
+
+def _same_geometry(one: torch.Tensor, other: torch.Tensor) -> bool:
+    key, other_key = ((t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (one, other))
+    return key == other_key
 
 
 @contextlib.contextmanager
