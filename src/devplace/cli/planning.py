@@ -16,6 +16,7 @@ from devplace.cli.session import Request, Session, open_session
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
 from devplace.placers.place import infeasible
+from devplace.report import Skipped
 from devplace.simulator.bounds import LowerBound, lower_bound
 
 
@@ -25,7 +26,6 @@ class PlanOutcome:
 
     session: Session
     result: Result
-    single_ns: int
     output: Path | None
 
     @property
@@ -42,15 +42,15 @@ class PlanOutcome:
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
-        from devplace.report import comparison_json, memory_json
+        from devplace.report import best_single, comparison_json, memory_json
 
-        row = comparison_json([self.result], self.session.request.model)
+        row = comparison_json([self.result])
         return {
             **{key: row[key] for key in ("model", "machine", "lower_bound_ns")},
             **row["rows"][0],
             "seed": self.result.seed,
             "gap": self.result.gap,
-            "single_ns": self.single_ns,
+            "single_ns": best_single(self.session.problem).makespan_ns,
             "memory": memory_json(self.result.timeline),
             "notes": list(self.session.problem.notes),
             "plan": str(self.output) if self.output and self.result.is_feasible else None,
@@ -62,8 +62,7 @@ class PlanOutcome:
 
         from devplace.report import memory_table, plan_summary
 
-        for line in plan_summary(self.result, self.single_ns):
-            click.echo(line)
+        click.echo(plan_summary(self.result))
         Console().print(memory_table(self.result.timeline))
         for note in self.session.problem.notes:
             click.echo(f"note: {note}")
@@ -76,10 +75,14 @@ class CompareOutcome:
     """Several placers on one problem."""
 
     session: Session
-    results: list[Result]
-    unsupported: dict[str, str]
+    rows: list[Result | Skipped]
     bound: LowerBound
     output: Path | None
+
+    @property
+    def results(self) -> list[Result]:
+        """Rows of placers that support the problem."""
+        return [row for row in self.rows if isinstance(row, Result)]
 
     @property
     def best(self) -> Result | None:
@@ -106,9 +109,7 @@ class CompareOutcome:
         """For --json."""
         from devplace.report import comparison_json
 
-        return comparison_json(
-            self.results, self.session.request.model, unsupported=self.unsupported
-        )
+        return comparison_json(self.rows, problem=self.session.problem, bound=self.bound)
 
     def print(self) -> None:
         """For people."""
@@ -121,14 +122,13 @@ class CompareOutcome:
         click.echo(
             f"{self.session.request.model} on {self.session.problem.machine.name}: "
             f"{len(graph.ops)} ops, {graph.num_edges} edges, captured for "
-            f"{graph.meta.get('device', 'cpu')}; predicted by the {self._origin()} cost model"
+            f"{graph.meta.get('device', 'cpu')}; {self.session.problem.costs.origin} costs"
         )
-        console.print(comparison_table(self.results, unsupported=self.unsupported))
+        console.print(
+            comparison_table(self.rows, problem=self.session.problem, bound=self.bound)
+        )
         if self.output and self.best is not None:
             click.echo(f"Plan of {self.best.placer} written to {self.output}")
-
-    def _origin(self) -> str:
-        return self.session.problem.costs.origin
 
 
 def plan(
@@ -142,12 +142,9 @@ def plan(
     with _progress([placer_name], limits) as begin:
         begin(placer_name)
         result = _place(session, placer, limits, seed, bound)
-    single = placers.place(
-        session.problem, placers.Single(), limits, allow_infeasible=True, bound=bound
-    )
     if output is not None and result.is_feasible:
         result.plan.save(output)
-    return PlanOutcome(session, result, single.step_ns, output)
+    return PlanOutcome(session, result, output)
 
 
 def compare(
@@ -159,17 +156,16 @@ def compare(
     _check_output(output)
     session = open_session(request)
     bound = lower_bound(session.problem)
-    results: list[Result] = []
-    unsupported = {}
+    rows: list[Result | Skipped] = []
     with _progress([placer.name for placer in chosen], limits) as begin:
         for placer in chosen:
             begin(placer.name)
             reason = placer.supports(session.problem)
             if reason:
-                unsupported[placer.name] = reason
+                rows.append(Skipped(placer.name, reason))
             else:
-                results.append(_place(session, placer, limits, seed, bound))
-    outcome = CompareOutcome(session, results, unsupported, bound, output)
+                rows.append(_place(session, placer, limits, seed, bound))
+    outcome = CompareOutcome(session, rows, bound, output)
     if output is not None and outcome.best is not None:
         outcome.best.plan.save(output)
     return outcome

@@ -196,8 +196,11 @@ def trace(path: Path, output: Path, machine: str | None) -> TraceOutcome:
     import msgspec
 
     from devplace.report import chrome_trace
+    from devplace.run.schedule import make_schedule
 
-    data = chrome_trace(plan.timeline(session.problem), measured)
+    graph = session.problem.graph
+    transfers = make_schedule(graph, plan.placement, plan.order, plan.device_names).transfers
+    data = chrome_trace(plan.timeline(session.problem), measured, transfers)
     try:
         output.write_bytes(msgspec.json.encode(data))
     except OSError as error:

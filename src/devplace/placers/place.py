@@ -113,7 +113,7 @@ def place(
         plan,
         placer.name,
         seed,
-        evaluate.num_evaluations,
+        max(1, evaluate.num_evaluations),  # the plan itself is simulated in any case
         seconds,
         tuple(evaluate.history),
         bound,
