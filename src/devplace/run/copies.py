@@ -15,8 +15,8 @@ def clone_tensor(value: Any, _transfer: Transfer | None = None) -> Any:
 
     Kernels pick vectorised or strided loops, whose results can differ in the last bit, by whether
     dimensions are dense. A dense tensor keeps its strides. In one with gaps (a column, a chunk of
-    gates) each gap shrinks to one element but stays one, so the copy takes at most about twice the
-    tensor's own bytes.
+    gates) each gap shrinks to one element but stays one; a column takes twice its own bytes, a
+    chunk of n columns 1 + 1/n times.
     """
     if value.is_contiguous():
         return value.clone()
