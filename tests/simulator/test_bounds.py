@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.strategies import problems, random_placement, random_problem
 
 from devplace.problem import Problem
 from devplace.simulator import make_kernel
 from devplace.simulator.bounds import lower_bound
-from tests.strategies import problems, random_placement, random_problem
 
 
 def best_by_brute_force(problem: Problem, seed: int) -> int:
@@ -20,7 +20,9 @@ def best_by_brute_force(problem: Problem, seed: int) -> int:
     rng = np.random.default_rng(seed)
     rows = [
         np.array(choice, np.int32)[tasks.group]
-        for choice in itertools.product(range(len(problem.machine.devices)), repeat=tasks.num_groups)
+        for choice in itertools.product(
+            range(len(problem.machine.devices)), repeat=tasks.num_groups
+        )
     ]
     devices = np.stack(rows)
     best = int(kernel.evaluate(devices, None).makespan_ns.min())

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.strategies import problems, random_placement
 
 from devplace.problem import Problem
 from devplace.simulator.kernel import NativeKernel, ReferenceKernel, native_module
-from tests.strategies import problems, random_placement
 
 native = native_module()
 needs_native = pytest.mark.skipif(native is None, reason="native simulator not built")
@@ -73,8 +73,9 @@ def test_the_fallback_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the native simulator switched off one line is logged, and results are the same."""
-    from devplace.simulator import kernel
     from tests.strategies import random_problem
+
+    from devplace.simulator import kernel
 
     monkeypatch.setenv("DEVPLACE_NATIVE", "off")
     monkeypatch.setattr(kernel, "_told", False)

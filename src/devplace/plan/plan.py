@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Machine
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
+from devplace.simulator.in_order import first_cycle, simulate_in_order
 
 FORMAT = "devplace plan"
 FORMAT_VERSION = 1
@@ -100,17 +102,20 @@ class Plan:
         """
         _check_graph(self, problem)
         _check_machine(self, problem.machine)
-        broken = problem.violations(self.as_placement())
-        if broken:
-            raise PlanError(f"The plan breaks a rule: {broken[0]}. Plan again, or undo the edit.")
+        _check_placement(self, problem)
         _check_order(self, problem)
 
     def timeline(self, problem: Problem | None = None) -> Timeline:
-        """Simulate the plan; numbers are those of the problem's costs, not the stored ones."""
+        """Simulate the plan in its order; numbers are those of the problem's costs, not the stored
+        ones."""
         problem = problem or self.problem
         if problem is None:
             raise PlanError("A plan from a file needs a problem: capture the model and build one.")
-        return simulate(problem, self.as_placement())
+        timeline = simulate(problem, self.as_placement())
+        if timeline.order == self.order:
+            return timeline
+        _check_order(self, problem)  # it was edited
+        return simulate_in_order(problem, self.as_placement(), self.order)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced only by a whole new one."""
@@ -120,6 +125,8 @@ class Plan:
             part.write_bytes(self.to_json())
             part.replace(target)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
             raise PlanError(
                 f"Cannot write plan {path}: {error.strerror}. Check the path."
             ) from error
@@ -228,10 +235,14 @@ def _check_file(found: _PlanFile, where: str) -> None:
                 f"{where}: {name} must have one entry per op: {len(value)} for {count} ops. "
                 f"Make the plan again."
             )
+    wide = next((p for p in found.priority if not -(2**63) <= p < 2**63), None)
+    if wide is not None:
+        raise PlanError(f"{where}: priority {wide} does not fit 64 bits. Make the plan again.")
     for op, device in zip(found.ops, found.placement, strict=True):
         if not 0 <= device < len(found.devices):
             raise PlanError(
-                f"{where}: {op!r} is on device {device}, but there are {len(found.devices)} devices."
+                f"{where}: {op!r} is on device {device}, but there are only "
+                f"{len(found.devices)} devices."
             )
     if set(found.order) != set(found.devices):
         raise PlanError(f"{where}: order must have one list per device. Make the plan again.")
@@ -268,13 +279,27 @@ def _check_machine(plan: Plan, machine: Machine) -> None:
     if plan.device_names != machine.device_names:
         raise PlanMismatchError(
             f"The plan was made for another machine: its devices are "
-            f"{', '.join(plan.device_names)}, these are {', '.join(machine.device_names)}. Plan again."
+            f"{', '.join(plan.device_names)}, these are "
+            f"{', '.join(machine.device_names)}. Plan again."
         )
     if plan.fingerprints.machine != machine_fingerprint(machine):
         raise PlanMismatchError(
             f"The plan was made for another machine: {machine.name!r} has the same device names, "
             f"but other memory, rates or links. Plan again."
         )
+
+
+def _check_placement(plan: Plan, problem: Problem) -> None:
+    broken = problem.violations(plan.as_placement())
+    if not broken:
+        expected = problem.expand(problem.task_devices(plan.as_placement()))
+        owned = problem.core.tasks.op_task >= 0  # copies of read-only sources are anywhere
+        apart = np.flatnonzero((expected != np.array(plan.placement)) & owned)
+        broken = (
+            [f"{plan.ops[apart[0]]!r} must sit with what it is a view of"] if len(apart) else []
+        )
+    if broken:
+        raise PlanError(f"The plan breaks a rule: {broken[0]}. Plan again, or undo the edit.")
 
 
 def _check_order(plan: Plan, problem: Problem) -> None:
@@ -288,4 +313,10 @@ def _check_order(plan: Plan, problem: Problem) -> None:
         name = plan.ops[missing[0]] if missing else "some op"
         raise PlanError(
             f"Every op must be in exactly one order: {name!r} is not. Make the plan again."
+        )
+    stuck = first_cycle(problem, plan.order)
+    if stuck >= 0:
+        raise PlanError(
+            f"The order can never finish: {plan.ops[stuck]!r} waits for itself, because an op it "
+            f"needs comes later. Order every op after the ops it reads, or make the plan again."
         )

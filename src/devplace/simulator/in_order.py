@@ -1,0 +1,155 @@
+"""Simulate a placement in a given order: every op waits for its turn on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.problem import Core, Placement, Problem, Tasks, Wires
+from devplace.simulator.kernel import make_kernel
+from devplace.simulator.timeline import Timeline, expand
+
+I32 = NDArray[np.int32]
+Ids = NDArray[np.signedinteger]
+Order = Sequence[Sequence[int]]
+
+
+def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> Timeline:
+    """Simulate one step whose devices keep to `order`, as a running plan does.
+
+    List simulation lets a ready op overtake one that still waits. Here each op of a device hands
+    an empty tensor to the next one, so none can. On a device with several streams ops may overlap:
+    there the order is only a priority.
+
+    Args:
+        problem: What is placed.
+        placement: Device per op; its priorities decide only which of two transfers requested at
+            the same instant is served first.
+        order: Per device the indices of its ops; together with the data it must have no cycle
+            (`first_cycle`).
+    """
+    device = problem.task_devices(placement)
+    core, original = _chained(problem, order)
+    priority = _priority(problem, placement, device)
+    for streams, row in zip(problem.core.wires.streams, order, strict=True):
+        if streams > 1:
+            tasks = problem.core.tasks.op_task[np.array(row, np.int64)]
+            priority[tasks] = np.arange(len(row), 0, -1)
+    run = make_kernel(core).trace(device, priority)
+    run.transfers[:, 0] = original[run.transfers[:, 0]]
+    return expand(problem, device, run)
+
+
+def _priority(problem: Problem, placement: Placement, device: I32) -> NDArray[np.int64]:
+    if placement.priority is None:
+        return make_kernel(problem.core).priority(device)
+    return np.array(placement.priority[problem.core.tasks.task_op], np.int64)
+
+
+def first_cycle(problem: Problem, order: Order) -> int:
+    """An op that can never start in this order, because it waits for itself; -1 if there is none.
+
+    Complexity: O(N + E).
+    """
+    tasks = problem.core.tasks
+    after: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
+    missing = [0] * tasks.num_tasks
+    maker = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.out_ptr))
+    for task in range(tasks.num_tasks):
+        for carrier in tasks.in_carrier[tasks.in_ptr[task] : tasks.in_ptr[task + 1]]:
+            after[maker[carrier]].append(task)
+            missing[task] += 1
+    for first, second in _turns(problem, order, all_devices=True):
+        after[first].append(second)
+        missing[second] += 1
+    ready = [task for task, count in enumerate(missing) if count == 0]
+    while ready:
+        for task in after[ready.pop()]:
+            missing[task] -= 1
+            if missing[task] == 0:
+                ready.append(task)
+    stuck = next((task for task, count in enumerate(missing) if count > 0), -1)
+    return int(tasks.task_op[stuck]) if stuck >= 0 else -1
+
+
+def _turns(problem: Problem, order: Order, all_devices: bool) -> list[tuple[int, int]]:
+    """Pairs of tasks that follow each other on a device."""
+    task_of, streams = problem.core.tasks.op_task, problem.core.wires.streams
+    return [
+        (int(task_of[first]), int(task_of[second]))
+        for d, row in enumerate(order)
+        if all_devices or streams[d] == 1
+        for first, second in pairwise(row)
+    ]
+
+
+def _chained(problem: Problem, order: Order) -> tuple[Core, I32]:
+    """The core with an empty tensor from each op to the next of its device; and the original
+    carrier of each carrier (of the added ones: none, they never travel)."""
+    tasks = problem.core.tasks
+    follower = dict(_turns(problem, order, all_devices=False))
+    # every task gets one more carrier, read by its follower if it has one, in one more storage
+    count = tasks.num_tasks
+    shift_carrier, shift_storage = np.arange(count + 1), np.arange(count + 1)
+    ends, store_ends = tasks.out_ptr[1:], tasks.storage_ptr[1:]
+    renumber = np.arange(len(tasks.carrier_bytes)) + np.repeat(
+        np.arange(count), np.diff(tasks.out_ptr)
+    )
+    restore = np.arange(len(tasks.storage_bytes)) + np.repeat(
+        np.arange(count), np.diff(tasks.storage_ptr)
+    )
+    added = ends + np.arange(count)
+    cons = _rows(tasks.cons_ptr, tasks.cons)
+    reads = [[int(renumber[c]) for c in row] for row in _rows(tasks.in_ptr, tasks.in_carrier)]
+    readers: list[list[int]] = [[] for _ in range(len(renumber) + count)]
+    for carrier, row in zip(renumber, cons, strict=True):
+        readers[carrier] = row
+    for first, second in follower.items():
+        readers[added[first]] = [second]
+        reads[second].append(int(added[first]))
+    cons_ptr, flat = _flatten(readers)
+    in_ptr, in_carrier = _flatten(reads)
+    chained = replace(
+        tasks,
+        out_ptr=(tasks.out_ptr + shift_carrier).astype(np.int32),
+        storage_ptr=(tasks.storage_ptr + shift_storage).astype(np.int32),
+        carrier_tensor=np.insert(tasks.carrier_tensor, ends, -1),
+        carrier_bytes=np.insert(tasks.carrier_bytes, ends, 0),
+        carrier_storage=_storages(tasks, renumber, restore, added),
+        storage_bytes=np.insert(tasks.storage_bytes, store_ends, 0),
+        storage_held=np.insert(tasks.storage_held, store_ends, 0),
+        cons_ptr=cons_ptr,
+        cons=flat,
+        in_ptr=in_ptr,
+        in_carrier=in_carrier,
+    )
+    original = np.full(len(renumber) + count, -1, np.int32)
+    original[renumber] = np.arange(len(renumber))
+    return Core(chained, _wider(problem.core.wires, ends)), original
+
+
+def _storages(tasks: Tasks, renumber: Ids, restore: Ids, added: Ids) -> I32:
+    storage = np.zeros(len(renumber) + len(added), np.int32)
+    storage[renumber] = restore[tasks.carrier_storage]
+    storage[added] = tasks.storage_ptr[1:] + np.arange(len(added))
+    return storage
+
+
+def _wider(wires: Wires, ends: I32) -> Wires:
+    return replace(
+        wires, transfer_ns=np.ascontiguousarray(np.insert(wires.transfer_ns, ends, 0, axis=1))
+    )
+
+
+def _rows(ptr: I32, flat: I32) -> list[list[int]]:
+    return [flat[a:b].tolist() for a, b in pairwise(ptr.tolist())]
+
+
+def _flatten(rows: list[list[int]]) -> tuple[I32, I32]:
+    ptr = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=ptr[1:])
+    return ptr, np.array([x for row in rows for x in row], np.int32)

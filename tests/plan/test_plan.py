@@ -1,0 +1,279 @@
+"""Plans as files: kept whole, refused when broken, recomputed when edited."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devplace.errors import PlanError, PlanMismatchError
+from devplace.placers import Budget, Heft, place
+from devplace.plan import Plan, load_plan
+from devplace.problem import Problem
+from devplace.testing import hand_machine, hand_problem
+
+TEXT = """
+    w = parameter bytes=30 module=fc
+    x = input bytes=1
+    y = f(x, w) bytes=4 ns=10 stage=forward module=fc
+    v = view(y) bytes=4
+    g = f_back(v) bytes=1 ns=10 stage=backward module=fc
+    z = other(x) bytes=1 ns=15 result=output module=side
+    z2 = other(z) bytes=1 ns=2 result=output module=side
+    w2 = sgd(w, g) bytes=30 ns=5 stage=update replaces=w module=fc
+"""
+MACHINE = {"gpu:0": 100, "gpu:1": 100}
+
+
+def make_problem(text: str = TEXT, memory: dict[str, int] | None = None) -> Problem:
+    """The problem of these tests, or one that differs."""
+    return hand_problem(text, hand_machine(memory or MACHINE))
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """A plan that uses both devices."""
+    return place(make_problem(), Heft(), Budget(evaluations=10)).plan
+
+
+def written(plan: Plan, path: Path, **changes: Any) -> Path:
+    """The plan's file with some fields changed; None removes a field."""
+    data = json.loads(plan.to_json())
+    for name, value in changes.items():
+        if value is None:
+            del data[name]
+        else:
+            data[name] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_a_saved_plan_loads_as_it_was(plan: Plan, tmp_path: Path) -> None:
+    """Save and load give an equal plan that its own problem accepts and prices the same."""
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == plan
+    loaded.check(make_problem())
+    assert loaded.timeline(make_problem()).makespan_ns == plan.predicted.step_ns
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_two_plans_for_the_same_are_equal_and_others_are_not(plan: Plan) -> None:
+    """Equality is by content."""
+    assert place(make_problem(), Heft(), Budget(evaluations=10)).plan == plan
+    turned = dataclasses.replace(plan, placement=tuple(1 - d for d in plan.placement))
+    assert turned != plan
+
+
+def test_a_truncated_file_is_refused(plan: Plan, tmp_path: Path) -> None:
+    """Cut anywhere, a plan is a PlanError, never another plan."""
+    whole = plan.to_json()
+    path = tmp_path / "plan.json"
+    for length in range(0, len(whole) - 1, 50):
+        path.write_bytes(whole[:length])
+        with pytest.raises(PlanError, match="not a whole devplace plan"):
+            load_plan(path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"null", b"{}", b'"plan"', b"{" * 5000])
+def test_what_is_no_plan_is_refused(content: bytes, tmp_path: Path) -> None:
+    """Other files are a PlanError that names the file."""
+    path = tmp_path / "other.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=r"other\.json"):
+        load_plan(path)
+
+
+FIELDS = (
+    "format",
+    "version",
+    "request",
+    "fingerprints",
+    "predicted",
+    "devices",
+    "ops",
+    "placement",
+    "priority",
+    "order",
+)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_needed(plan: Plan, tmp_path: Path, name: str) -> None:
+    """A plan with a field removed is refused."""
+    with pytest.raises(PlanError, match=name):
+        load_plan(written(plan, tmp_path / "p.json", **{name: None}))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("value", [7.5, "text", [[]], {"a": []}, True], ids=repr)
+def test_every_field_has_a_type(plan: Plan, tmp_path: Path, name: str, value: Any) -> None:
+    """A field of another type is refused (a request may hold anything, a format any text)."""
+    path = written(plan, tmp_path / "p.json", **{name: value})
+    if name == "request" and isinstance(value, dict):
+        assert load_plan(path).request == value
+        return
+    with pytest.raises(PlanError):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"format": "other plan"}, "format"),
+        ({"version": 2}, "version 2"),
+        ({"extra": 1}, "extra"),
+        ({"placement": [0] * 7}, "7 for 8 ops"),
+        ({"priority": [0] * 9}, "9 for 8 ops"),
+        ({"priority": [2**70] * 8}, "priority"),
+        ({"placement": [0, 0, 0, 0, 0, 0, 0, 2]}, "'w2' is on device 2"),
+        ({"placement": [0, 0, 0, 0, 0, 0, 0, -1]}, "'w2' is on device -1"),
+        ({"order": {"gpu:0": []}}, "one list per device"),
+        ({"order": {"gpu:0": [99], "gpu:1": []}}, "op 99"),
+        ({"order": {"gpu:0": [-1], "gpu:1": []}}, "op -1"),
+        ({"devices": ["gpu:0"]}, "device"),
+        ({"devices": ["gpu:0", "gpu:0"]}, "device"),
+    ],
+)
+def test_edits_that_do_not_hang_together_are_refused(
+    plan: Plan, tmp_path: Path, changes: dict[str, Any], part: str
+) -> None:
+    """Each broken edit is a PlanError that says what is wrong, when the file is read."""
+    with pytest.raises(PlanError, match=part):
+        load_plan(written(plan, tmp_path / "p.json", **changes))
+
+
+def test_a_device_changed_in_the_placement_only_is_refused(plan: Plan, tmp_path: Path) -> None:
+    """Placement and order must agree."""
+    placement = list(plan.placement)
+    placement[5] = 1 - placement[5]
+    with pytest.raises(PlanError, match="not placed there"):
+        load_plan(written(plan, tmp_path / "p.json", placement=placement))
+
+
+def edited(plan: Plan, placement: list[int], order: list[list[int]], path: Path) -> Plan:
+    """The plan with another placement and order, through a file."""
+    rows = dict(zip(plan.device_names, order, strict=True))
+    return load_plan(written(plan, path, placement=placement, order=rows))
+
+
+def test_a_consistent_edit_is_accepted_and_priced(plan: Plan, tmp_path: Path) -> None:
+    """An op moved by hand, in placement and order, is priced in exactly that order; the stored
+    numbers are ignored."""
+    problem = make_problem()
+    everything_on_0 = edited(plan, [0] * 8, [[2, 4, 5, 6, 7], []], tmp_path / "p.json")
+    everything_on_0.check(problem)
+    timeline = everything_on_0.timeline(problem)
+    assert timeline.makespan_ns == 42
+    assert timeline.order == everything_on_0.order
+    assert everything_on_0.predicted == plan.predicted
+    other_order = edited(plan, [0] * 8, [[5, 6, 2, 4, 7], []], tmp_path / "p.json")
+    other_order.check(problem)
+    assert other_order.timeline(problem).order == other_order.order
+    assert other_order.timeline(problem).start_ns[2] == 17
+
+
+def test_an_edit_that_parts_a_colocation_group_is_refused(plan: Plan, tmp_path: Path) -> None:
+    """A parameter and its update stay together, and a view with its base."""
+    problem = make_problem()
+    parted = edited(plan, [1, 0, 0, 0, 0, 0, 0, 0], [[2, 4, 5, 6, 7], []], tmp_path / "p.json")
+    with pytest.raises(PlanError, match="'w2' must sit with its colocation group"):
+        parted.check(problem)
+    view_away = edited(plan, [0, 0, 0, 1, 0, 0, 0, 0], [[2, 4, 5, 6, 7], []], tmp_path / "p.json")
+    with pytest.raises(PlanError, match="'v' must sit with what it is a view of"):
+        view_away.check(problem)
+
+
+@pytest.mark.parametrize(
+    ("order", "part"),
+    [
+        ([[4, 2, 5, 6, 7], []], "can never finish: '"),
+        ([[2, 4, 6, 5, 7], []], "can never finish: 'z'"),
+        ([[2, 4, 5, 6], []], "'w2' is not"),
+        ([[2, 2, 4, 5, 6, 7], []], "exactly one order"),
+        ([[1, 2, 4, 5, 6, 7], []], "exactly one order"),
+    ],
+)
+def test_an_order_that_cannot_run_is_refused(
+    plan: Plan, tmp_path: Path, order: list[list[int]], part: str
+) -> None:
+    """Missing, repeated, source or never-ready ops in an order are named."""
+    broken = edited(plan, [0] * 8, order, tmp_path / "p.json")
+    with pytest.raises(PlanError, match=part):
+        broken.check(make_problem())
+
+
+def test_numbers_in_the_file_are_never_trusted(plan: Plan, tmp_path: Path) -> None:
+    """Edited predictions change nothing that is computed from the plan."""
+    data = json.loads(plan.to_json())["predicted"]
+    data |= {"step_ns": 1, "peak_bytes": {"gpu:0": 0}, "transfer_bytes": -5}
+    loaded = load_plan(written(plan, tmp_path / "p.json", predicted=data))
+    problem = make_problem()
+    loaded.check(problem)
+    assert loaded.timeline(problem).makespan_ns == plan.predicted.step_ns
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "part"),
+    [
+        (TEXT.replace("z2 = other(z) bytes=1 ns=2 result=output module=side", ""), None, "8 ops"),
+        (TEXT.replace("z2 =", "z3 ="), None, "'z3' differs"),
+        (TEXT.replace("y = f(x, w) bytes=4", "y = f(x, w) bytes=5"), None, "shapes"),
+        (TEXT, {"gpu:0": 100, "gpu:1": 101}, "other memory, rates or links"),
+        (TEXT, {"gpu:0": 100, "cpu:0": 100}, "gpu:0, cpu:0"),
+        (TEXT, {"gpu:0": 100}, "gpu:0, gpu:1, these are gpu:0"),
+    ],
+)
+def test_another_model_or_machine_is_named(
+    plan: Plan, text: str, memory: dict[str, int] | None, part: str
+) -> None:
+    """A plan checked against what it was not made for says what differs."""
+    with pytest.raises(PlanMismatchError, match=part):
+        plan.check(make_problem(text, memory))
+
+
+def test_prices_may_change_without_a_new_plan(plan: Plan) -> None:
+    """Costs are not part of the fingerprint: the plan is priced anew."""
+    slower = make_problem(TEXT.replace("ns=15", "ns=150"))
+    plan.check(slower)
+    assert plan.timeline(slower).makespan_ns >= 150
+
+
+def test_a_plan_alone_has_no_timeline(plan: Plan, tmp_path: Path) -> None:
+    """A plan read from a file needs a problem to be priced."""
+    plan.save(tmp_path / "p.json")
+    with pytest.raises(PlanError, match="needs a problem"):
+        load_plan(tmp_path / "p.json").timeline()
+
+
+def test_a_failed_save_keeps_the_old_file(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk error while writing leaves the former plan whole and no half-written file."""
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    before = path.read_bytes()
+
+    def fail(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(PlanError, match="No space left"):
+        plan.save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_paths_that_cannot_be_used_are_named(plan: Plan, tmp_path: Path) -> None:
+    """A missing file and a folder that does not exist are PlanErrors."""
+    with pytest.raises(PlanError, match="No such file"):
+        load_plan(tmp_path / "missing.json")
+    with pytest.raises(PlanError, match="No such file"):
+        plan.save(tmp_path / "no" / "plan.json")
+    with pytest.raises(PlanError, match="Cannot write"):
+        plan.save(tmp_path)
