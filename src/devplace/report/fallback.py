@@ -126,22 +126,29 @@ def _text(
         where = f" in {op.module}" if op.module else ""
         shown.append(f"{op.name} ({op.target}{where})")
     more = f" and {len(members) - _NAMED:,} more" if len(members) > _NAMED else ""
-    many = len(members) > 1
-    verb, them, they_do = ("run", "them", "they do") if many else ("runs", "it", "it does")
-    index = timeline.problem.machine.device_index[fastest]
-    share = int(timeline.busy_ns[index]) / max(1, timeline.makespan_ns)
-    busy = (
-        f"while {fastest} is busy {share:.0%} of it"
-        if reason == "faster there"
-        else (f"while {fastest} is busy {share:.0%} of the step")
+    verb = "run" if len(members) > 1 else "runs"
+    because = _because(timeline, members, fastest, reason)
+    cost_ms = cost / NS_PER_MS
+    costs = f"{cost_ms:.3g}" if cost_ms < 100 else f"{cost_ms:,.0f}"
+    return (
+        f"{', '.join(shown)}{more} {verb} on {device}, not on {fastest}: {because}; "
+        f"costs {costs} ms"
     )
-    because = {
-        "no kernel": f"{fastest} has no kernel for {them}, or for what must sit with {them}",
+
+
+def _because(timeline: Timeline, members: list[int], fastest: str, reason: Reason) -> str:
+    graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
+    index = timeline.problem.machine.device_index[fastest]
+    patterns = timeline.problem.machine.devices[index].unsupported_ops
+    targets = {graph.ops[tasks.task_op[task]].target for task in members}
+    is_all = all(any(fnmatch.fnmatchcase(t, pattern) for pattern in patterns) for t in targets)
+    them, they_do = ("them", "they do") if len(members) > 1 else ("it", "it does")
+    company = "" if is_all else f", or for what must sit with {them}"
+    share = f"{int(timeline.busy_ns[index]) / max(1, timeline.makespan_ns):.0%} of"
+    return {
+        "no kernel": f"{fastest} has no kernel for {them}{company}",
         "pinned": f"a pin puts {them} there",
         "memory": f"{they_do} not fit on {fastest} beside what is there",
-        "faster there": f"to shorten the step, {busy}",
-        "placer": f"the placer chose so, {busy}",
+        "faster there": f"to shorten the step, while {fastest} is busy {share} it",
+        "placer": f"the placer chose so, while {fastest} is busy {share} the step",
     }[reason]
-    text = f"{', '.join(shown)}{more} {verb} on {device}, not on {fastest}: {because}"
-    cost_ms = cost / NS_PER_MS
-    return f"{text}; costs {f'{cost_ms:.3g}' if cost_ms < 100 else f'{cost_ms:,.0f}'} ms"

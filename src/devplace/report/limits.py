@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from devplace.report.summary import best_single, devices_in_use
+from devplace.report.summary import best_single
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import format_time
@@ -100,31 +100,43 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
     chain, load = format_time(limits.chain_ns), format_time(limits.load_ns)
     if limits.limited_by == "chain" and usable == 1:
         return f"The step takes {step} on the only usable device, {limits.busiest}."
-    if limits.limited_by == "chain":
-        return (
-            f"No gain from {usable} devices: the step takes {format_time(limits.single_ns)} on "
-            f"one, and no plan can be below {format_time(limits.lower_bound_ns)}. The critical "
-            f"path, ops that wait for one another, is {chain} long; {_modules(limits)}. Only "
-            f"branches or micro-batches can overlap."
-        )
+    used = sum(map(bool, timeline.order))
+    if limits.limited_by == "chain" or used == 1:
+        return _no_gain_text(limits, usable, used, step)
     path = (
-        f"the critical path is {format_time(limits.path_compute_ns)} of ops and "
+        f"{format_time(limits.path_compute_ns)} of ops and "
         f"{format_time(limits.path_wait_ns)} of transfers"
     )
     share = limits.busiest_ns / max(1, timeline.makespan_ns)
     busy = f"the busiest device, {limits.busiest}, works {share:.0%} of the step"
     first = {
-        "transfers": f"Transfers limit the step of {step}: {path}; {busy}.",
-        "load": f"Load limits the step of {step}: {busy}; {path}.",
-        "critical path": f"The critical path limits the step of {step}: {path}; {busy}.",
+        "transfers": f"Transfers limit the step of {step}: the critical path is {path}; {busy}.",
+        "load": f"Load limits the step of {step}: {busy}; the critical path is {path}.",
+        "critical path": f"The critical path limits the step of {step}: it is {path}; {busy}.",
     }[limits.limited_by]
     fits = "" if limits.single_fits else " but cannot hold the step"
-    used = len([d for d in devices_in_use(timeline) if timeline.order[d]])
     return (
         f"{first} {_modules(limits, 'Most')}. It uses {used} of {usable} devices; no plan can "
         f"be below {format_time(limits.lower_bound_ns)} (longest chain {chain}, work shared out "
         f"{load}), one device takes {format_time(limits.single_ns)}{fits}."
     )
+
+
+def _no_gain_text(limits: Limits, usable: int, used: int, step: str) -> str:
+    bound, chain = format_time(limits.lower_bound_ns), format_time(limits.chain_ns)
+    if used > 1:
+        first = f"this plan takes {step} on {used}, one takes {format_time(limits.single_ns)}"
+    else:
+        first = f"this plan runs on {limits.busiest} alone and takes {step}"
+    text = (
+        f"No gain from {usable} devices: {first}, and no plan can be below {bound}. The critical "
+        f"path, ops that wait for one another, is at least {chain} long; {_modules(limits)}."
+    )
+    if limits.limited_by != "chain":
+        return text
+    if limits.chain_ns >= _BUSY * limits.lower_bound_ns:
+        return f"{text} Only branches or micro-batches can overlap."
+    return f"{text} The other devices are too slow to help."
 
 
 def _modules(limits: Limits, most: str = "most") -> str:
