@@ -1,0 +1,311 @@
+"""What a problem accepts, refuses and derives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from devplace.cost import CostTable
+from devplace.errors import InputError, ProblemError
+from devplace.graph import Op
+from devplace.problem import Placement, Problem
+from devplace.problem.problem import matches
+from devplace.testing import hand_machine, hand_placement, hand_problem
+
+TEXT = """
+    x = input bytes=4
+    w = parameter bytes=30 module=enc.0
+    y = aten.mm(x, w) bytes=8 ns=5 module=enc.0
+    v = view(y) bytes=8 module=enc.flat
+    z = aten.relu(v) bytes=8 ns=5 module=enc.1 result=output
+    w2 = aten.sgd(w, y) bytes=30 ns=1 module=enc.0 replaces=w
+"""
+MACHINE = {"cuda:0": 1000, "cuda:1": 2000, "cpu:0": 5000}
+
+
+def make(text: str = TEXT, unsupported: Any = None, **demands: Any) -> Problem:
+    """The problem of these tests under some demands."""
+    return hand_problem(text, hand_machine(MACHINE, unsupported=unsupported), **demands)
+
+
+def allowed(problem: Problem, name: str) -> set[str]:
+    """Devices an op may go to."""
+    tasks = problem.core.tasks
+    group = tasks.group[tasks.op_task[problem.graph.op_index[name]]]
+    names = problem.machine.device_names
+    return {names[d] for d in np.flatnonzero(problem.allowed[group])}
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, (1000, 2000, 5000)),
+        ({"cuda:1": 7}, (1000, 7, 5000)),
+        ({"cpu:0": "1KB", "cuda:0": "0.5 kb"}, (500, 2000, 1000)),
+        ({"cuda:0": "10 gib"}, (1000, 2000, 5000)),
+        ({0: 5, "1": "6B", "cpu": 8}, (5, 6, 8)),
+        ({"cuda:0": np.int64(9)}, (9, 2000, 5000)),
+        ({"cuda:0": 50, 0: 40}, (40, 2000, 5000)),
+        ({"cuda:1": 0}, (1000, 0, 5000)),
+    ],
+)
+def test_s58_limits_are_understood_in_any_order_and_spelling(
+    limits: dict[Any, Any], expected: tuple[int, ...]
+) -> None:
+    """Integers, units of either kind and case, indices and short names; never above the memory."""
+    assert make(limits=limits).limit_bytes == expected
+    turned = dict(reversed(limits.items()))
+    assert make(limits=turned).limit_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "part"),
+    [
+        ({"disk": 5}, "Unknown device 'disk' in limits.* Known: cuda:0, cuda:1, cpu:0"),
+        ({"cuda:7": 5}, "Did you mean 'cuda:"),
+        ({"cuda": 5}, "Unknown device 'cuda'"),
+        ({7: 5}, "Unknown device 7"),
+        ({-1: 5}, "Unknown device -1"),
+        ({"cuda:0": "ten"}, "Limit of cuda:0 must be a number with a unit, got 'ten'"),
+        ({"cuda:0": "10 parsecs"}, "got '10 parsecs'"),
+        ({"cuda:0": -5}, "must not be negative, got -5 bytes"),
+        ({"cuda:0": "-5GB"}, "got '-5GB'"),
+        ({"cuda:0": 1.5}, r"got 1\.5"),
+        ({"cuda:0": True}, "got True"),
+        ({"cuda:0": None}, "got None"),
+        ({"cuda:0": "1e400GB"}, r"below 2\^63"),
+        ({"cuda:0": ""}, "got ''"),
+    ],
+)
+def test_s58_bad_limits_are_named(limits: dict[Any, Any], part: str) -> None:
+    """Unknown devices and unreadable sizes are refused by name, with what is known."""
+    with pytest.raises(InputError, match=part):
+        make(limits=limits)
+
+
+def test_gb_and_gib_differ() -> None:
+    """GB is decimal, GiB binary."""
+    machine = hand_machine({"cuda:0": 10**12})
+    limits = [
+        hand_problem("a = f", machine, limits={"cuda:0": text}).limit_bytes[0]
+        for text in ("20GB", "20GiB", "20 gb", "20 Gib")
+    ]
+    assert limits == [20 * 10**9, 20 * 2**30, 20 * 10**9, 20 * 2**30]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bound"),
+    [
+        ("enc.0", {"y", "w", "w2"}),
+        ("enc", {"y", "w", "w2", "z"}),
+        ("enc.*", {"y", "w", "w2", "z"}),
+        ("*.1", {"z"}),
+        ("z", {"z"}),
+        ("", {"y", "w", "w2", "z"}),
+        ("w2", {"w", "w2"}),
+    ],
+)
+def test_pins_bind_modules_and_ops(pattern: str, bound: set[str]) -> None:
+    """A pin holds for what its pattern names, and for what belongs with it."""
+    problem = make(pins={pattern: "cuda:1"})
+    expected = {
+        name: {"cuda:1"} if name in bound else set(MACHINE) for name in ("y", "w", "w2", "z")
+    }
+    assert {name: allowed(problem, name) for name in expected} == expected
+
+
+def test_names_with_brackets_match_themselves() -> None:
+    """Optimizer state is named `exp_avg[fc.weight]`; that very text is a pattern for it."""
+    op = Op("exp_avg[fc.weight]", "source", module="fc[0]")
+    assert matches("exp_avg[fc.weight]", op)
+    assert matches("fc[0]", op)
+    assert not matches("exp_avg", op)
+
+
+def test_the_first_pin_that_matches_counts() -> None:
+    """A narrow pin before a wide one wins; the other way round it would do nothing: refused."""
+    problem = make(pins={"enc.1": "cpu:0", "enc": "cuda:0"})
+    assert (allowed(problem, "z"), allowed(problem, "y")) == ({"cpu:0"}, {"cuda:0"})
+    with pytest.raises(ProblemError, match=r"'enc\.1' comes after 'enc'.*Put 'enc\.1' first"):
+        make(pins={"enc": "cuda:0", "enc.1": "cpu:0"})
+
+
+def test_a_pin_that_names_only_views_is_a_note() -> None:
+    """A module without ops of its own can be pinned; the note says that nothing changes."""
+    problem = make(pins={"enc.flat": "cuda:1", "x": "cuda:1"})
+    assert len(problem.notes) == 2
+    assert "'enc.flat' changes nothing" in problem.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("pins", "part"),
+    [
+        ({"decoder": "cuda:0"}, "'decoder' matches no module or op. Top-level modules: enc"),
+        ({"enc.0": "cuda:9"}, "Unknown device 'cuda:9' in pin 'enc.0'"),
+        ({"w": "cuda:0", "y": "cuda:1", "w2": "cuda:1"}, "'w2' is pinned to cuda:1 by 'w2'"),
+    ],
+)
+def test_pins_that_cannot_hold_are_refused(pins: dict[str, str], part: str) -> None:
+    """Unknown patterns, unknown devices and pins that part a colocation group are named."""
+    with pytest.raises(ProblemError, match=part):
+        make(pins=pins)
+
+
+def test_s60_an_op_without_kernel_is_refused_or_softened() -> None:
+    """A pin to a device that cannot run the op is refused; with soft pins it is moved and told."""
+    cpu_only = {"cuda:0": ("aten.relu",), "cuda:1": ("aten.re*",)}
+    assert allowed(make(unsupported=cpu_only), "z") == {"cpu:0"}
+    with pytest.raises(ProblemError, match=r"'z' \(aten.relu\) cannot run on cuda:0"):
+        make(unsupported=cpu_only, pins={"enc.1": "cuda:0"})
+    soft = make(unsupported=cpu_only, pins={"enc": "cuda:0"}, soft_pins=True)
+    assert allowed(soft, "z") == {"cpu:0"}
+    assert allowed(soft, "y") == {"cuda:0"}
+    assert soft.notes == ("pin 'enc' dropped for 'z': aten.relu cannot run on cuda:0",)
+
+
+def test_an_op_that_nothing_can_run_is_named() -> None:
+    """Without any device for an op the problem is refused."""
+    nowhere = dict.fromkeys(MACHINE, ("aten.relu",))
+    with pytest.raises(ProblemError, match=r"'z' \(aten.relu\) has none"):
+        make(unsupported=nowhere)
+    with pytest.raises(ProblemError, match="'z'"):
+        make(unsupported={"cuda:0": ("aten.relu",)}, exclude=["cuda:1", "cpu:0"])
+
+
+def test_an_unsupported_update_binds_its_whole_group() -> None:
+    """A parameter may not sit where its update cannot run."""
+    problem = make(unsupported={"cuda:0": ("aten.sgd",)})
+    assert allowed(problem, "w") == {"cuda:1", "cpu:0"}
+
+
+def test_excluded_devices_are_out() -> None:
+    """Excluded devices are in no op's choices; excluding all is refused."""
+    problem = make(exclude=["cpu", 1])
+    assert problem.usable_devices == (0,)
+    assert allowed(problem, "z") == {"cuda:0"}
+    with pytest.raises(ProblemError, match="At least one device must be left"):
+        make(exclude=list(MACHINE))
+    with pytest.raises(ProblemError, match="Unknown device 'tpu:0' in exclude"):
+        make(exclude=["tpu:0"])
+    with pytest.raises(ProblemError, match="exclude must be a list"):
+        make(exclude="cpu:0")
+    with pytest.raises(ProblemError, match="cannot run on cpu:0|may not|excluded"):
+        make(exclude=["cpu:0"], pins={"enc.1": "cpu:0"})
+
+
+@pytest.mark.parametrize(
+    ("costs", "part"),
+    [
+        (np.zeros((6, 2), np.int64), r"shape \(6, 2\), expected \(6, 3\)"),
+        (np.zeros((6, 3)), "int64"),
+        (np.full((6, 3), -1, np.int64), "'x' has -1 ns on cuda:0"),
+    ],
+)
+def test_costs_must_fit_graph_and_machine(costs: Any, part: str) -> None:
+    """Costs of another shape, type or sign are refused."""
+    with pytest.raises(ProblemError, match=part):
+        replace(make(), costs=CostTable(costs, "wrong"))
+
+
+def test_views_travel_as_their_base_and_cost_nothing() -> None:
+    """A view of the whole is no task, and a reader of it on another device gets the base once."""
+    problem = make()
+    tasks = problem.core.tasks
+    names = [problem.graph.ops[v].name for v in tasks.task_op]
+    assert names == ["w", "y", "z", "w2"]
+    sent = [problem.graph.tensors[t].name for t in tasks.carrier_tensor]
+    assert sent == ["w", "y"]
+
+
+def test_a_view_of_a_part_travels_as_the_part() -> None:
+    """A smaller view crosses with its own size; its base keeps its memory while it is read."""
+    problem = hand_problem(
+        """
+        a = f bytes=100 ns=1
+        part = view(a) bytes=10
+        whole = view(part) bytes=10
+        b = g(whole) bytes=1 ns=1
+        """,
+        hand_machine(MACHINE),
+    )
+    tasks = problem.core.tasks
+    assert [problem.graph.tensors[t].name for t in tasks.carrier_tensor] == ["part"]
+    assert tasks.carrier_bytes.tolist() == [10]
+    assert tasks.storage_bytes.tolist() == [100, 1]
+
+
+def test_read_only_sources_are_on_every_reader_and_never_travel() -> None:
+    """Inputs and frozen parameters are no tasks: they only take memory where they are read."""
+    from devplace.simulator import simulate
+
+    problem = hand_problem(
+        """
+        frozen = parameter bytes=40
+        shown = view(frozen) bytes=40
+        a = f(frozen) bytes=1 ns=5
+        b = f(shown) bytes=1 ns=5
+        """,
+        hand_machine(MACHINE),
+    )
+    assert problem.core.tasks.num_tasks == 2
+    timeline = simulate(problem, hand_placement(problem, {"b": "cuda:1"}))
+    assert timeline.transfers == ()
+    assert timeline.peak_bytes.tolist() == [41, 41, 0]
+
+
+def test_colocation_groups_hold_parameter_state_and_update() -> None:
+    """A parameter, its optimizer state and the ops that make their next values are one group."""
+    problem = hand_problem(
+        """
+        w = parameter bytes=4
+        m[w] = state bytes=4
+        u = parameter bytes=4
+        y = f(w, u) bytes=1 ns=1
+        m2 = mul(m[w], y) bytes=4 replaces=m[w]
+        w2 = sgd(w, m2) bytes=4 replaces=w
+        u2 = sgd(u, y) bytes=4 replaces=u
+        """,
+        hand_machine(MACHINE),
+    )
+    group = dict(
+        zip(
+            ["w", "m[w]", "u", "y", "m2", "w2", "u2"],
+            problem.core.tasks.group.tolist(),
+            strict=True,
+        )
+    )
+    assert group["w"] == group["m[w]"] == group["m2"] == group["w2"]
+    assert group["u"] == group["u2"]
+    assert len(set(group.values())) == 3
+
+
+def test_a_placement_must_fit_the_problem() -> None:
+    """Wrong lengths and device indices are refused; broken demands are listed by op."""
+    problem = make(pins={"enc.1": "cuda:0"})
+    with pytest.raises(ProblemError, match="6 devices, one per op"):
+        problem.task_devices(Placement(np.zeros(5, np.int32)))
+    with pytest.raises(ProblemError, match="0 to 2, got 0 to 3"):
+        problem.task_devices(Placement(np.array([0, 0, 0, 0, 0, 3], np.int32)))
+    broken = problem.violations(Placement(np.array([0, 0, 0, 0, 1, 1], np.int32)))
+    assert broken == [
+        "'z' may not go to cuda:1",
+        "'w2' must sit with its colocation group",
+    ]
+
+
+def test_s08_a_pool_is_limited_as_a_whole() -> None:
+    """Devices that share memory cannot use it twice: 120 bytes do not fit a pool of 100."""
+    from devplace.errors import InfeasibleError
+    from devplace.placers import Search, place
+
+    text = "\n".join(
+        f"w{k} = parameter bytes=30\nu{k} = sgd(w{k}) bytes=0 ns=1 replaces=w{k}" for k in range(4)
+    )
+    shared = hand_machine({"cuda:0": 100, "cpu:0": 100}, pools={"ram": (100, ("cuda:0", "cpu:0"))})
+    with pytest.raises(InfeasibleError, match=r"120 B.*100 B, 20 B too little"):
+        place(hand_problem(text, shared), Search(), "500ev")
+    apart = hand_machine({"cuda:0": 100, "cpu:0": 100})
+    assert place(hand_problem(text, apart), Search(), "500ev").is_feasible
