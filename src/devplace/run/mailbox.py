@@ -13,9 +13,9 @@ from devplace.run.schedule import Transfer
 
 CopyFunction = Callable[[Any, Transfer], Any]
 
-# Copies below this size are made by the sender's own thread: waking the copy thread costs 5-20 us,
-# about as long as copying this much at 10 GB/s.
-INLINE_BYTES = 128 * 1024
+# Copies up to this size are made by the sender's own thread: handing one to another thread takes
+# about 40 us (benchmarks/executor.py, two shared x86 cores), copying this much 25 us at 10 GB/s.
+INLINE_BYTES = 256 * 1024
 
 
 class Mailbox:
