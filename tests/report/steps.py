@@ -78,7 +78,7 @@ def machine(
     unsupported: tuple[str, ...] = (),
 ) -> Machine:
     """GPUs (and a CPU), all linked at 1 GB/s with 1 us of latency."""
-    rates = {"flops_per_s": {"float32": 1}, "bytes_per_s": 1}
+    rates: dict[str, Any] = {"flops_per_s": {"float32": 1}, "bytes_per_s": 1}
     devices = [Device(name="cpu:0", kind="cpu", memory_bytes=10**9, **rates)] if with_cpu else []
     devices += [
         Device(

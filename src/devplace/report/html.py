@@ -31,7 +31,7 @@ def html_report(result: Result, results: Sequence[Result | Skipped] = ()) -> str
         results: Rows of the comparison; left out when empty.
 
     Returns:
-        HTML text, about 120 bytes per op.
+        HTML text, about 60 bytes per op.
     """
     timeline = result.timeline
     single = best_single(timeline.problem)
