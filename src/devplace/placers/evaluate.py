@@ -122,9 +122,9 @@ class Evaluator:
         if count == 0:
             return step, overflow
         rows = priorities[:count] if priorities is not None and priorities.ndim == 2 else priorities
-        scores = self.kernel.evaluate(
-            devices[:count], rows, not self.memory_cannot_bind, self.threads
-        )
+        # starting threads takes longer than simulating a small graph
+        threads = self.threads if count * devices.shape[1] >= 4000 else 1
+        scores = self.kernel.evaluate(devices[:count], rows, not self.memory_cannot_bind, threads)
         self.num_evaluations += count
         step[:count] = scores.makespan_ns
         overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)

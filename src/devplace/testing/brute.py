@@ -6,6 +6,7 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from devplace.errors import InfeasibleError, InputError
 from devplace.problem import Placement, Problem
@@ -47,15 +48,16 @@ def brute_force(problem: Problem, most: int = 200_000) -> Best:
     if count > most:
         raise InputError(f"Brute force tries at most {most} placements, this problem has {count}.")
     kernel = make_kernel(problem.core)
-    best: tuple[int, tuple[int, ...]] | None = None
-    for choice in itertools.product(*choices):
-        groups = np.array(choice, np.int32).reshape(-1)
-        scores = kernel.evaluate(groups[tasks.group][None, :].astype(np.int32), None)
-        fits = (scores.peak_bytes <= wires.limit_bytes).all()
-        fits = fits and (scores.pool_peak_bytes <= wires.pool_limit_bytes).all()
-        if fits and (best is None or int(scores.makespan_ns[0]) < best[0]):
-            best = (int(scores.makespan_ns[0]), choice)
+    best: tuple[int, NDArray[np.int32]] | None = None
+    every = itertools.product(*choices)
+    while rows := list(itertools.islice(every, 256)):
+        groups = np.array(rows, np.int32).reshape(len(rows), -1)
+        scores = kernel.evaluate(np.ascontiguousarray(groups[:, tasks.group]), None)
+        fits = (scores.peak_bytes <= wires.limit_bytes).all(axis=1)
+        fits &= (scores.pool_peak_bytes <= wires.pool_limit_bytes).all(axis=1)
+        for row in np.flatnonzero(fits):
+            if best is None or int(scores.makespan_ns[row]) < best[0]:
+                best = (int(scores.makespan_ns[row]), groups[row])
     if best is None:
         raise InfeasibleError(f"None of the {count} placements fits the memory limits.")
-    groups = np.array(best[1], np.int32).reshape(-1)
-    return Best(best[0], Placement(problem.expand(groups[tasks.group].astype(np.int32))))
+    return Best(best[0], Placement(problem.expand(best[1][tasks.group])))
