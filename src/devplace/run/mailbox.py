@@ -14,7 +14,7 @@ from devplace.run.schedule import Transfer
 CopyFunction = Callable[[Any, Transfer], Any]
 
 # Copies up to this size are made by the sender's own thread: handing one to another thread takes
-# about 40 us (benchmarks/executor.py, two shared x86 cores), copying this much 25 us at 10 GB/s.
+# 8-50 us (benchmarks/executor.py, two shared x86 cores), copying this much 25 us at 10 GB/s.
 INLINE_BYTES = 256 * 1024
 
 
