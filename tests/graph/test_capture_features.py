@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.graph.capture_checks import Runner, assert_same_training, batches, sgd, xent
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from devplace.graph.capture import capture
 
@@ -149,7 +150,62 @@ class Convolution(Net):
         return h + pooled.flatten(1).repeat(1, 2)
 
 
+class Checkpointed(Net):
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda t: torch.tanh(t) * t, h, use_reentrant=False)
+
+
+class OtherNorms(Net):
+    def setup(self) -> None:
+        self.instance = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        self.group = nn.GroupNorm(2, 8)
+        self.batch = nn.BatchNorm1d(8, track_running_stats=False)
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return self.batch(self.group(self.instance(h.view(-1, 2, 4)).flatten(1)))
+
+
+class SpectralNorm(Net):
+    def setup(self) -> None:
+        self.c = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return self.c(h)
+
+
+class GradientInForward(Net):
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        leaf = h.detach().requires_grad_(True)
+        (slope,) = torch.autograd.grad(torch.tanh(self.a(leaf)).sum(), leaf, create_graph=True)
+        return h + slope
+
+
+class BackwardHook(Net):
+    def setup(self) -> None:
+        self.c = nn.Linear(8, 8)
+        self.c.register_full_backward_hook(lambda m, i, o: (i[0] * 0.5,))
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        h.register_hook(lambda g: g * 2.0)
+        return self.c(h)
+
+
+class SharedList(Net):
+    def setup(self) -> None:
+        self.kept = [self.a.weight, self.b.bias]
+        self.named = {"w": self.a.weight}
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return h @ self.kept[0] + self.named["w"].sum() * self.kept[1].sum()
+
+
 ALL = [
+    Checkpointed,
+    OtherNorms,
+    SpectralNorm,
+    GradientInForward,
+    BackwardHook,
+    SharedList,
     InPlaceOnViews,
     NormTwice,
     NormInEval,
@@ -286,3 +342,13 @@ def test_parameters_in_disjoint_parts_of_one_storage_are_separate() -> None:
         start += parameter.numel()
     graph = assert_same_training(model, batches(), xent, sgd)
     assert sum(r.role == "parameter" for r in graph.results) == 4
+
+
+def test_plain_tensor_attributes_on_meta_are_constants() -> None:
+    """A hollow model may keep tables in plain attributes; they are sources without a value."""
+    with torch.device("meta"):
+        model = Constants()
+        x, y = torch.empty(6, 8), torch.empty(6, dtype=torch.int64)
+    graph = capture(model, (x, y), xent, sgd(model))
+    assert graph.ops[graph.op_index["constant[scale]"]].role == "constant"
+    assert model.scale.device.type == "meta"

@@ -211,6 +211,8 @@ def _fakes(step: Step) -> list[torch.Tensor]:
                 flat.append(fake(sources.buffers[entry.key]))
             elif entry.kind == "state":
                 flat.append(torch.empty_like(sources.parameters[entry.key], device=device))
+            elif entry.kind == "constant":
+                flat.append(fake(sources.hollow[entry.key]))
             elif entry.kind == "input":
                 flat.append(fake(request.batch.leaves[int(entry.slot)]))
             else:

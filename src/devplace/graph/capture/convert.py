@@ -85,7 +85,7 @@ def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list
     inputs: list[Input] = []
     renumbered = {-1: -1}
     for index, (node, entry) in enumerate(zip(placeholders, step.inputs, strict=True)):
-        if not node.users and entry.kind in ("state", "scalar"):
+        if not node.users and entry.kind in ("state", "scalar", "constant"):
             gm.graph.erase_node(node)
             continue
         renumbered[index] = len(inputs)
@@ -205,7 +205,11 @@ def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str,
     inputs, outputs = drop_unused(gm, step)
     constants = bind_constants(gm)
     entries = inputs + [Input("constant", key) for key, _ in constants]
-    values = [None] * len(inputs) + [value for _, value in constants]
+    hollow = step.request.sources.hollow
+    values: list[torch.Tensor | None] = [
+        hollow[e.key] if e.kind == "constant" else None for e in inputs
+    ]
+    values += [value for _, value in constants]
     builder = _Builder()
     bindings: list[Binding] = []
     results: list[StepResult] = []

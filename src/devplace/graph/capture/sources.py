@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +24,19 @@ class Sources:
         buffers: First name -> buffer.
         shared: Other names of the same memory -> first name.
         overlapping: Name -> another one over the same storage; neither may be written.
+        hollow: Tensors on the meta device in plain attributes, by dotted name.
     """
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     shared: dict[str, str]
     overlapping: dict[str, str]
+    hollow: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def all(self) -> dict[str, torch.Tensor]:
+        """Everything that fakes take the place of."""
+        return self.parameters | self.buffers | self.hollow
 
 
 def find_sources(model: torch.nn.Module) -> Sources:
@@ -63,7 +70,15 @@ def find_sources(model: torch.nn.Module) -> Sources:
             shared[name] = twin
         else:
             (parameters if is_parameter else buffers)[name] = tensor
-    return Sources(parameters, buffers, shared, overlapping)
+    hollow = {
+        f"{path}.{key}" if path else key: value
+        for path, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, torch.Tensor)
+        and value.device.type == "meta"
+        and id(value) not in first
+    }
+    return Sources(parameters, buffers, shared, overlapping, hollow)
 
 
 _ByStorage = dict[int, list[tuple[str, torch.Tensor]]]
@@ -149,9 +164,9 @@ class Slots:
     """All places in a model that hold one of its sources, to put other tensors there."""
 
     def __init__(self, model: torch.nn.Module, sources: Sources) -> None:
-        names = [*sources.parameters, *sources.buffers]
+        names = list(sources.all)
         index = {n: i for i, n in enumerate(names)}
-        by_id = {id(t): index[n] for n, t in (sources.parameters | sources.buffers).items()}
+        by_id = {id(t): index[n] for n, t in sources.all.items()}
         for name, first in sources.shared.items():
             by_id[id(_lookup(model, name))] = index[first]
         self._places: list[list[tuple[Any, Any]]] = [[] for _ in names]

@@ -95,6 +95,7 @@ class Step:
             *(Input("buffer", n) for n in sources.buffers),
             *(Input("state", n, s) for n in self.trained for s in rules[n].state_slots),
             *(Input("input", batch.names[i], i) for i in batch.tensor_slots),
+            *(Input("constant", n) for n in sources.hollow),
             *(Input("scalar", s) for s in (update.scalar_names(self.trained) if update else ())),
         ]
 
@@ -105,20 +106,20 @@ class Step:
         model = self.request.model
         with self.tagger.module_hooks(), unchanged(model):
             slots = Slots(model, self.request.sources)
-            slots.put([*given["parameter"].values(), *given["buffer"].values()])
+            slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
             heads, grads = self._run(given)
             now = slots.get()
             present = plain_tensors(model)
         self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
         parameters = self._check_parameters(given["parameter"], now)
-        buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=True))
+        buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
         return [*heads, *changed, *given["input"].values()]
 
     def _by_kind(self, flat: Sequence[torch.Tensor]) -> dict[str, dict[Any, torch.Tensor]]:
-        kinds = ("parameter", "buffer", "state", "input", "scalar")
+        kinds = ("parameter", "buffer", "state", "input", "constant", "scalar")
         given: dict[str, dict[Any, torch.Tensor]] = {kind: {} for kind in kinds}
         for entry, tensor in zip(self.inputs, flat, strict=True):
             key: Any = entry.key
