@@ -1,0 +1,102 @@
+"""devplace's own search."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.strategies import random_graph, random_problem
+
+from devplace.cost import CostTable
+from devplace.errors import InfeasibleError
+from devplace.placers import Budget, Search, place
+from devplace.problem import Problem
+from devplace.simulator.bounds import lower_bound
+from devplace.testing import brute_force, hand_machine, hand_problem
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), part=st.floats(0.3, 1.0))
+def test_memory_limits_are_kept_where_they_can_be(seed: int, part: float) -> None:
+    """Where brute force finds a placement within tight limits, the search finds one as fast."""
+    problem = random_problem(seed, 5, 2)
+    assume(problem.core.tasks.num_groups > 1)
+    free = brute_force(
+        Problem(problem.graph, hand_machine({"gpu:0": 10**9, "gpu:1": 10**9}), problem.costs)
+    )
+    total = sum(tensor.num_bytes for tensor in problem.graph.tensors)
+    machine = hand_machine({"gpu:0": max(1, int(total * part / 2)), "gpu:1": max(1, total // 2)})
+    tight = Problem(problem.graph, machine, problem.costs)
+    try:
+        best = brute_force(tight)
+    except InfeasibleError:
+        return
+    found = place(tight, Search(), Budget(evaluations=1000))
+    assert found.is_feasible
+    assert found.step_ns <= best.step_ns
+    assert best.step_ns >= free.step_ns
+
+
+def test_memory_is_spread_over_devices_one_cannot_hold() -> None:
+    """Twelve layers of 10 bytes on three devices of 50: no device is over its limit."""
+    lines = ["x = input bytes=1"]
+    for k in range(12):
+        read = f"y{k - 1}" if k else "x"
+        lines += [f"w{k} = parameter bytes=10 module=l.{k}"]
+        lines += [f"y{k} = f({read}, w{k}) bytes=1 ns=10 module=l.{k}"]
+        lines += [f"u{k} = sgd(w{k}, y{k}) bytes=0 ns=1 replaces=w{k} module=l.{k}"]
+    machine = hand_machine({"gpu:0": 50, "gpu:1": 50, "gpu:2": 50})
+    result = place(hand_problem("\n".join(lines), machine), Search(), "3000ev")
+    assert (result.timeline.peak_bytes <= 50).all()
+    # 4 layers each: the chain, 12 x 10, crosses twice; the last device then has its 4 updates left
+    assert result.step_ns == 126
+
+
+def test_the_same_seed_and_evaluations_give_the_same_plan() -> None:
+    """Plans are reproducible, whatever the number of threads."""
+    problem = random_problem(5, 40, 3)
+    plans = [place(problem, Search(), Budget(evaluations=700), seed=9).plan for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_more_budget_is_not_worse() -> None:
+    """With the trivial plans in both, ten times the evaluations find at least as good a plan."""
+    for seed in range(4):
+        problem = random_problem(seed, 60, 3)
+        few = place(problem, Search(), Budget(evaluations=200), allow_infeasible=True)
+        many = place(problem, Search(), Budget(evaluations=2000), allow_infeasible=True)
+        missing = [sum(r.timeline.missing_bytes.values()) for r in (many, few)]
+        assert (missing[0], many.step_ns) <= (missing[1], few.step_ns)
+
+
+def test_pins_and_exclusions_hold() -> None:
+    """Pinned ops stay, excluded devices stay empty."""
+    machine = hand_machine({"gpu:0": 999, "gpu:1": 999, "gpu:2": 999})
+    text = "\n".join(f"o{k} = f ns=10" for k in range(6))
+    problem = hand_problem(text, machine, pins={"o0": "gpu:1"}, exclude=["gpu:2"])
+    result = place(problem, Search(), "500ev")
+    assert result.placement.devices[0] == 1
+    assert set(result.placement.devices) == {0, 1}
+    assert result.step_ns == 30
+
+
+@pytest.mark.slow
+def test_s61_a_time_limit_holds_on_a_random_graph() -> None:
+    """2,000 ops, limit 5 s: a feasible plan within 6 s, with its gap to a bound; 12 s are never
+    worse."""
+    rng = np.random.default_rng(0)
+    graph = random_graph(rng, 2000)
+    machine = hand_machine({f"gpu:{k}": 10**9 for k in range(4)}, latency_ns=20)
+    works = np.array([not (op.is_source or op.is_view) for op in graph.ops])
+    times = rng.integers(1, 1000, (len(graph.ops), 1)) * works[:, None]
+    problem = Problem(graph, machine, CostTable(np.tile(times, (1, 4)).astype(np.int64), "hand"))
+    bound = lower_bound(problem)
+    begin = time.monotonic()
+    result = place(problem, Search(), "5s", bound=bound)
+    assert time.monotonic() - begin < 6
+    assert result.is_feasible
+    assert result.gap >= 0
+    assert place(problem, Search(), "12s", bound=bound).step_ns <= result.step_ns * 1.001
