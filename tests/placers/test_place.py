@@ -26,10 +26,10 @@ LAYERS = "x = input bytes=1\n" + "\n".join(
 
 
 def advice(error: InfeasibleError) -> dict[str, int]:
-    """The limits a message asks for, in bytes by device."""
-    text = re.search(r"at least (.*) \(bytes\)", str(error))
-    assert text is not None, str(error)
-    pairs = (part.rsplit("=", 1) for part in text.group(1).split(", "))
+    """The limits a message promises to be enough, in bytes by device."""
+    texts = re.findall(r"(?:at least|With) ([^()]*) \(bytes\)", str(error))
+    assert texts, str(error)
+    pairs = (part.rsplit("=", 1) for part in texts[-1].split(", "))
     return {name: int(size) for name, size in pairs}
 
 

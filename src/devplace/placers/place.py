@@ -139,7 +139,7 @@ def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:
     return InfeasibleError(
         f"Placer {placer} found no placement within the memory limits: {worst} needs "
         f"{format_bytes(need)}, {format_bytes(missing[worst])} more than its limit of "
-        f"{format_bytes(need - missing[worst])}. {_remedy(timeline)}",
+        f"{format_bytes(need - missing[worst])}. {_remedy(timeline)}{_surely(timeline)}",
         missing,
     )
 
@@ -169,9 +169,22 @@ def _remedy(timeline: Timeline) -> str:
     return f"{first}, lower the batch size, or add a device."
 
 
-def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
+def _surely(timeline: Timeline) -> str:
+    """What is enough whatever the placer finds: room for everything on one device."""
+    single = _nearest_single(timeline.problem)
+    if not single.missing_bytes or _needed_bytes(single) == _needed_bytes(timeline):
+        return ""
+    limits = ", ".join(f"{name}={need}" for name, need in _needed_bytes(single).items())
+    return f" With {limits} (bytes) one device holds the whole step."
+
+
+def _nearest_single(problem: Problem) -> Timeline:
     single = [simulate(problem, all_on(problem, device)) for device in problem.usable_devices]
-    nearest = min(single, key=lambda timeline: sum(timeline.missing_bytes.values()))
+    return min(single, key=lambda timeline: sum(timeline.missing_bytes.values()))
+
+
+def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
+    nearest = _nearest_single(problem)
     lacking = bound.static_bytes - bound.capacity_bytes
     if lacking <= 0:
         why = "one op alone needs more memory than any device has"
