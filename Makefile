@@ -41,10 +41,9 @@ test-gpu: $(DONE)/package $(DONE)/test
 	$(BIN)/python -m pytest -m gpu
 
 lint: $(DONE)/package $(DONE)/test $(DONE)/lint
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict src/devplace
-	$(BIN)/lint-imports
+	@failed=; for check in "ruff check" "ruff format --check" "mypy --strict src/devplace" lint-imports; do \
+	  echo "== $$check"; $(BIN)/$$check || failed="$$failed '$$check'"; done; \
+	if [ -n "$$failed" ]; then echo "Failed:$$failed" >&2; exit 1; fi
 
 docs: $(DONE)/package $(DONE)/docs
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
