@@ -79,6 +79,17 @@ def test_masked_tokens_are_weighted_by_their_number() -> None:
     assert_same_training(net_without_norm(), data, pair, sgd, eager_loss=xent, micro_batches=2)
 
 
+def test_weight_may_be_a_number() -> None:
+    """A count taken from shapes is a weight like any other."""
+
+    def pair(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return F.cross_entropy(m(x), y, reduction="sum"), y.numel()
+
+    assert_same_training(
+        net_without_norm(), batches(rows=7), pair, sgd, eager_loss=xent, micro_batches=3
+    )
+
+
 def test_other_inputs_are_shared_whole() -> None:
     """Only inputs with the batch's rows are cut; a mask of another size is not."""
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]).double()

@@ -197,6 +197,28 @@ def test_missing_loss_is_refused() -> None:
         capture(model, batches()[0], lambda m, x, y: m(x), sgd(model))
 
 
+def test_loss_with_outputs_is_refused() -> None:
+    """(loss, logits) is not (loss_sum, weight)."""
+    model = small_net()
+    with pytest.raises(CaptureError, match=r"shape \(6, 4\)\. Return the loss alone"):
+        capture(model, batches()[0], lambda m, x, y: (xent(m, x, y), m(x)), sgd(model))
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    """A clipping norm without an optimizer or not positive, and a surrounding autocast."""
+    model = small_net()
+    for limit in (0.0, float("nan"), "1"):
+        with pytest.raises(CaptureError, match="clip_grad_norm must be positive"):
+            capture(model, batches()[0], xent, sgd(model), clip_grad_norm=limit)
+    with pytest.raises(CaptureError, match="needs an optimizer"):
+        capture(model, batches()[0], xent, clip_grad_norm=1.0)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(CaptureError, match="pass autocast="),
+    ):
+        capture(model, batches()[0], xent, sgd(model))
+
+
 def test_loss_without_gradient_is_refused() -> None:
     """A detached loss cannot be trained."""
     model = small_net()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -112,9 +114,17 @@ def test_s46_model_optimizer_and_generators_are_unchanged(
 def test_capture_under_no_grad_still_differentiates() -> None:
     """A surrounding no_grad does not reach the training step."""
     model = nn.Linear(8, 4).double()
-    with torch.no_grad():
-        graph = capture(model, batches()[0], xent, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert any(op.stage == "backward" for op in graph.ops)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for surrounding in (torch.no_grad(), torch.inference_mode()):
+        with surrounding:
+            graph = capture(model, batches()[0], xent, optimizer)
+        assert any(op.stage == "backward" for op in graph.ops)
+
+
+def test_importing_the_graph_room_does_not_import_torch() -> None:
+    """Saved graphs are planned without torch."""
+    code = "import sys, devplace.graph; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_capture_allocates_no_weights() -> None:

@@ -87,8 +87,8 @@ def capture(
     )
     tagger = Tagger(model, progress)
     step = Step(request, tagger)
-    flat = _fakes(step)
-    with undisturbed(model) as host_random:
+    with torch.inference_mode(False), undisturbed(model) as host_random:
+        flat = _fakes(step)
         gm = _trace(step, flat, tagger)
     if host_random.used:
         again = Tagger(model)
@@ -129,9 +129,15 @@ def _read_optimizer(model: torch.nn.Module, optimizer: Any, sources: Sources) ->
 def _check_options(
     update: Update | None, clip_grad_norm: float | None, autocast: torch.dtype | None
 ) -> None:
-    if clip_grad_norm is not None and (update is None or not float(clip_grad_norm) > 0):
+    is_number = isinstance(clip_grad_norm, (int, float))
+    if clip_grad_norm is not None and not (is_number and update and clip_grad_norm > 0):
         raise CaptureError(
             f"clip_grad_norm must be positive and needs an optimizer, got {clip_grad_norm!r}."
+        )
+    if torch._C._is_any_autocast_enabled():
+        raise CaptureError(
+            "Autocast must be given to capture, not put around it: leave the autocast block and "
+            "pass autocast=torch.bfloat16."
         )
     if autocast is not None and autocast not in (torch.bfloat16, torch.float16):
         raise CaptureError(f"autocast must be torch.bfloat16, got {autocast!r}.")

@@ -80,7 +80,8 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = torch.tensor(float(weight), dtype=loss.dtype, device=loss.device)
     if weight is not None and weight.numel() != 1:
         raise CaptureError(
-            f"The loss weight must be one number: loss_fn returned shape {tuple(weight.shape)}."
+            f"loss_fn must return the loss, or a pair (loss_sum, weight) of scalars: the second "
+            f"part has shape {tuple(weight.shape)}. Return the loss alone."
         )
     return _scalar(loss), _scalar(weight) if weight is not None else None
 
