@@ -32,7 +32,7 @@ help:
 demo: $(DONE)/package
 	@mkdir -p demo
 	$(BIN)/devplace compare nmt-4 --machine k40x4 --budget 30s -o demo/plan.json
-	@echo "The best plan is in demo/plan.json. Next: devplace trace demo/plan.json -o demo/trace.json"
+	@echo "The best plan is in demo/plan.json. Next: $(BIN)/devplace trace demo/plan.json -o demo/trace.json"
 
 test: $(DONE)/package $(DONE)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
