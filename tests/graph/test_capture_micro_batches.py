@@ -114,7 +114,14 @@ def test_batch_norm_statistics_chain_through_chunks() -> None:
         parts = zip(x.tensor_split(2), y.tensor_split(2), strict=True)
         return sum(xent(m, a, b) * (len(a) / len(x)) for a, b in parts)  # type: ignore[return-value]
 
-    assert_same_training(small_net(), batches(rows=7), xent, sgd, eager_loss=eager, micro_batches=2)
+    graph = assert_same_training(
+        small_net(), batches(rows=7), xent, sgd, eager_loss=eager, micro_batches=2
+    )
+    counter = graph.op_index["1.num_batches_tracked"]
+    counting = [op for op in graph.ops if counter in [graph.producer[t] for t in op.inputs]]
+    assert len(counting) == 1  # adds 2
+    (new,) = (r.tensor for r in graph.results if r.replaces == counter)
+    assert new in counting[0].outputs
 
 
 def test_clipping_sees_the_accumulated_gradient() -> None:

@@ -197,6 +197,37 @@ def test_missing_loss_is_refused() -> None:
         capture(model, batches()[0], lambda m, x, y: m(x), sgd(model))
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda h: h * float(h.detach().numpy().sum()), "reads a value"),
+        (lambda h: h + torch.rand(4, generator=torch.Generator()), r"own torch\.Generator"),
+        (
+            lambda h: h * (torch.manual_seed(0).initial_seed() + 1),
+            "must not seed torch's generator",
+        ),
+        (lambda h: h * h.unique().sum(), r"aten::_unique2 at module 'inner'"),
+    ],
+)
+def test_other_host_work_is_refused(function: Callable[..., Any], message: str) -> None:
+    """NumPy values, own generators, seeding and data-dependent sizes are named."""
+    before = torch.get_rng_state()
+    refuse(Holder(Layer(function)), message)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_odd_inputs_and_losses_are_refused() -> None:
+    """A loss that is no function, sparse and nested inputs."""
+    x = batches()[0][0].float()
+    with pytest.raises(CaptureError, match=r"must be a function of .* got 'mse'"):
+        capture(nn.Linear(8, 4), x, "mse")  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"'0' is torch\.sparse_coo"):
+        capture(nn.Linear(8, 4), x.to_sparse())
+    nested = torch.nested.nested_tensor([x, x], layout=torch.jagged)
+    with pytest.raises(CaptureError, match="'0' is nested"):
+        capture(nn.Linear(8, 4), (nested,))
+
+
 def test_loss_with_outputs_is_refused() -> None:
     """(loss, logits) is not (loss_sum, weight)."""
     model = small_net()

@@ -164,8 +164,9 @@ def make_batch(
     top = [*((str(i), arg) for i, arg in enumerate(args)), *kwargs.items()]
     names = [name for key, tree in top for name in leaf_names(key, tree)]
     for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
-            raise CaptureError(f"Inputs must be dense: {name!r} is {leaf.layout}. Call to_dense().")
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            kind = "nested" if leaf.is_nested else leaf.layout
+            raise CaptureError(f"Inputs must be dense: {name!r} is {kind}. Make it a dense tensor.")
     sizes, cut = _cuts(leaves, micro_batches)
     return Batch(leaves, spec, names, sizes, cut)
 

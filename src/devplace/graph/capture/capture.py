@@ -93,6 +93,11 @@ def capture(
     if host_random.used:
         again = Tagger(model)
         refuse_host_random(lambda: Step(request, again)(*flat), again, model)
+    if host_random.seeded:
+        raise CaptureError(
+            "The step must not seed torch's generator: torch.manual_seed in forward would be lost. "
+            "Seed outside the step."
+        )
     meta = _meta(request, micro_batches)
     return to_graph(gm, step, name or type(model).__name__, meta)
 

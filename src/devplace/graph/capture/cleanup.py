@@ -19,6 +19,7 @@ def clean(graph: torch.fx.Graph) -> None:
     _drop_no_ops(graph)
     _explicit_batch_norm(graph)
     _simplify_dropout(graph)
+    _join_counters(graph)
     _merge_equal(graph)
     _remove_dead(graph)
 
@@ -111,6 +112,19 @@ def _simplify_dropout(graph: torch.fx.Graph) -> None:
             source = template.args[0]
             if source.meta["val"].dtype == node.meta["val"].dtype:
                 node.args = (source, *node.args[1:])
+
+
+def _join_counters(graph: torch.fx.Graph) -> None:
+    """`(n + 1) + 1` is `n + 2` for integers: batch norm counts every micro-batch."""
+    for node in graph.nodes:
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        inner, count = node.args
+        if type(count) is not int or node.meta["val"].is_floating_point():
+            continue
+        is_counter = isinstance(inner, torch.fx.Node) and inner.target is aten.add.Tensor
+        if is_counter and not inner.kwargs and len(inner.users) == 1 and type(inner.args[1]) is int:
+            node.args = (inner.args[0], inner.args[1] + count)
 
 
 def _key(value: Any) -> Any:

@@ -17,7 +17,7 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.graph.capture.refuse import refuse_written_input
+from devplace.graph.capture.refuse import describe_place, refuse_written_input
 from devplace.graph.capture.step import Input, Output, Step, source_name
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program
@@ -36,9 +36,7 @@ def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
             continue
         value = getattr(gm, node.target)
         if not isinstance(value, torch.Tensor):
-            raise CaptureError(
-                f"The step calls a sub-graph, which cannot be placed: {node.target}."
-            )
+            raise _not_a_tensor(node)
         holder = by_value.get(id(value))
         if holder is None:
             if isinstance(value, FakeTensor):
@@ -57,6 +55,20 @@ def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
         node.replace_all_uses_with(holder)
         graph.erase_node(node)
     return constants
+
+
+def _not_a_tensor(node: Node) -> CaptureError:
+    tag = node.meta["tag"]
+    where = describe_place(tag.module, tag.line)
+    if "opaque" in str(node.target):
+        return CaptureError(
+            f"A generator object cannot be captured: {where} draws from its own torch.Generator. "
+            f"Draw from the default one."
+        )
+    return CaptureError(
+        f"Control flow as an operator cannot be placed: {where} runs a sub-graph ({node.target}). "
+        f"Use ordinary tensor operations such as torch.where."
+    )
 
 
 def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list[Output]]:

@@ -21,6 +21,10 @@ def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> Los
     """
     if loss_fn is None:
         return lambda *args, **kwargs: _loss_of_output(model(*args, **kwargs))
+    if not callable(loss_fn):
+        raise CaptureError(
+            f"loss_fn must be a function of (model, *inputs) or a torch loss, got {loss_fn!r}."
+        )
     if not _is_torch_loss(loss_fn):
         return lambda *args, **kwargs: loss_fn(model, *args, **kwargs)
 

@@ -63,7 +63,8 @@ def explain(error: Exception, tagger: Tagger) -> CaptureError:
             f"size depends on the data. Use masks or torch.where instead of boolean "
             f"indexing or nonzero."
         )
-    if name in _VALUE_READ or "data-dependent" in text or "_local_scalar_dense" in text:
+    value_read = ("data-dependent", "_local_scalar_dense", ".numpy() is not supported")
+    if name in _VALUE_READ or any(part in text for part in value_read):
         return CaptureError(_value_read(where, owner))
     if name == "UnsupportedOperatorException" or "no fake impl" in text or "'Meta'" in text:
         op = _op_name(text)
@@ -71,9 +72,9 @@ def explain(error: Exception, tagger: Tagger) -> CaptureError:
             f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
             f"Register one: @torch.library.register_fake({op!r})."
         )
-    first = text.strip().splitlines()[0] if text.strip() else ""
+    first = text.strip().splitlines()[0].rstrip(".") if text.strip() else "no message"
     return CaptureError(
-        f"The step failed while it was captured at {where}: {name}: {first} Check that it runs "
+        f"The step failed while it was captured at {where}: {name}: {first}. Check that it runs "
         f"eagerly on the example inputs."
     )
 
@@ -85,8 +86,8 @@ def _value_read(where: str, owner: Any) -> str:
             f"Set momentum to a number."
         )
     return (
-        f"Control flow must not depend on tensor values: {where} reads a value (.item(), int(), or "
-        f"'if tensor'). Use torch.where, or compute the condition outside the step."
+        f"Control flow must not depend on tensor values: {where} reads a value (.item(), "
+        f".numpy(), or 'if tensor'). Use torch.where, or compute the condition outside the step."
     )
 
 

@@ -20,9 +20,10 @@ from devplace.graph.capture.tags import Tagger, user_line
 
 @dataclass
 class HostRandom:
-    """Whether Python's or NumPy's global generator was used."""
+    """Whether Python's or NumPy's global generator was used, or torch's was seeded."""
 
     used: bool = False
+    seeded: bool = False
 
 
 @contextlib.contextmanager
@@ -44,6 +45,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[HostRandom]:
         if numpy_random:
             noted.used = noted.used or _numpy_state(numpy_random) != numpy_state
             numpy_random.set_state(numpy_state)
+        noted.seeded = not torch.equal(torch.get_rng_state(), torch_state)
         torch.set_rng_state(torch_state)
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)
