@@ -17,7 +17,7 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.graph.capture.refuse import describe_place, refuse_written_input
+from devplace.graph.capture.refuse import describe_place, own_generator, refuse_written_input
 from devplace.graph.capture.step import Input, Output, Step, source_name
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program
@@ -61,10 +61,7 @@ def _not_a_tensor(node: Node) -> CaptureError:
     tag = node.meta["tag"]
     where = describe_place(tag.module, tag.line)
     if "opaque" in str(node.target):
-        return CaptureError(
-            f"A generator object cannot be captured: {where} draws from its own torch.Generator. "
-            f"Draw from the default one."
-        )
+        return own_generator(where)
     return CaptureError(
         f"Control flow as an operator cannot be placed: {where} runs a sub-graph ({node.target}). "
         f"Use ordinary tensor operations such as torch.where."

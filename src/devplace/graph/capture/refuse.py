@@ -72,10 +72,20 @@ def explain(error: Exception, tagger: Tagger) -> CaptureError:
             f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
             f"Register one: @torch.library.register_fake({op!r})."
         )
+    if "torch._C.Generator" in text:  # torch 2.11; later ones make it an attribute of the graph
+        return own_generator(where)
     first = text.strip().splitlines()[0].rstrip(".") if text.strip() else "no message"
     return CaptureError(
         f"The step failed while it was captured at {where}: {name}: {first}. Check that it runs "
         f"eagerly on the example inputs."
+    )
+
+
+def own_generator(where: str) -> CaptureError:
+    """Error for a draw from a generator object."""
+    return CaptureError(
+        f"A generator object cannot be captured: {where} draws from its own torch.Generator. "
+        f"Draw from the default one."
     )
 
 
