@@ -62,6 +62,7 @@ def hand_machine(
     reserve_bytes: int = 0,
     pools: Mapping[str, tuple[int, Sequence[str]]] | None = None,
     unsupported: Mapping[str, tuple[str, ...]] | None = None,
+    speed: Mapping[str, int] | None = None,
 ) -> Machine:
     """A machine of devices that do 1 FLOP and 1 byte per ns, with links between all of them.
 
@@ -76,16 +77,17 @@ def hand_machine(
         reserve_bytes: Memory of every device that is not ours.
         pools: Pool name -> (bytes, names of the devices that share it).
         unsupported: Device name -> patterns of op targets it cannot run.
+        speed: Device name -> how many times faster it is.
     """
-    pools, slow, unsupported = pools or {}, slow or {}, unsupported or {}
+    pools, slow, unsupported, speed = pools or {}, slow or {}, unsupported or {}, speed or {}
     pool_of = {device: pool for pool, (_, members) in pools.items() for device in members}
     devices = tuple(
         Device(
             name=name,
             kind="cpu" if name.startswith("cpu") else "gpu",
             memory_bytes=size,
-            flops_per_s={"float32": 10**9},
-            bytes_per_s=10**9,
+            flops_per_s={"float32": speed.get(name, 1) * 10**9},
+            bytes_per_s=speed.get(name, 1) * 10**9,
             streams=streams,
             reserve_bytes=reserve_bytes,
             pool=pool_of.get(name, ""),
