@@ -43,10 +43,12 @@ if TYPE_CHECKING:
     from devplace.graph import OpGraph
     from devplace.graph.capture import capture
     from devplace.machine import Device, Link, Machine, load_machine
-    from devplace.placers import Budget, Result, place
+    from devplace.placers.budget import Budget
+    from devplace.placers.place import Result, place
     from devplace.plan import Plan, load_plan
     from devplace.problem import Placement, Problem
-    from devplace.run import check, compile
+    from devplace.run.check import check
+    from devplace.run.planned import compile
     from devplace.simulator import Timeline, simulate
     from devplace.simulator.bounds import lower_bound
 

@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each names the rule, the culprit, its value and limit, and the next step."""
+"""Errors a user can meet: each names the rule, the culprit, its value and limit, and what to do."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ SIZE_UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+UNIT_NAMES = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
 TIME_UNITS_NS = {"ns": 1, "us": NS_PER_US, "ms": NS_PER_MS, "s": NS_PER_S, "min": 60 * NS_PER_S}
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*"
 
@@ -47,7 +48,7 @@ def parse_size(value: int | str, what: str = "size") -> int:
     if match is None or unit not in SIZE_UNITS:
         raise InputError(
             f"{what} must be a number with a unit, got {value!r}. "
-            f"Use for example '20GiB', '20GB' or bytes; units: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB."
+            f"Use for example '20GiB', '20GB' or bytes; units: {', '.join(UNIT_NAMES)}."
         )
     num_bytes = float(match.group(1)) * SIZE_UNITS[unit]
     if num_bytes >= 2**63:

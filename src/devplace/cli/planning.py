@@ -124,9 +124,7 @@ class CompareOutcome:
             f"{len(graph.ops)} ops, {graph.num_edges} edges, captured for "
             f"{graph.meta.get('device', 'cpu')}; {self.session.problem.costs.origin} costs"
         )
-        console.print(
-            comparison_table(self.rows, problem=self.session.problem, bound=self.bound)
-        )
+        console.print(comparison_table(self.rows, problem=self.session.problem, bound=self.bound))
         if self.output and self.best is not None:
             click.echo(f"Plan of {self.best.placer} written to {self.output}")
 

@@ -30,8 +30,10 @@ class RunOutcome:
     def print(self) -> None:
         """For people."""
         d = self.data
-        equal = "bit for bit equal" if d["bit_equal"] else (
-            f"equal within {d['largest_error']:.1e} of each tensor's largest value"
+        equal = (
+            "bit for bit equal"
+            if d["bit_equal"]
+            else (f"equal within {d['largest_error']:.1e} of each tensor's largest value")
         )
         click.echo(
             f"{d['results']} results (loss, parameters, buffers, optimizer state) of "
@@ -150,11 +152,16 @@ def _load_measured(path: Path, plan: Plan) -> Any:
             return None
         from devplace.run.timeline import MeasuredTimeline
 
-        arrays = [
-            np.array(data[name], np.int64)
-            for name in ("start_ns", "finish_ns", "transfer_start_ns", "transfer_finish_ns")
-        ]
-        return MeasuredTimeline(*arrays, int(data["makespan_ns"]))
+        def array(name: str) -> Any:
+            return np.array(data[name], np.int64)
+
+        return MeasuredTimeline(
+            array("start_ns"),
+            array("finish_ns"),
+            array("transfer_start_ns"),
+            array("transfer_finish_ns"),
+            int(data["makespan_ns"]),
+        )
     except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{target} is damaged ({type(error).__name__}). Remove it, or run the plan again."

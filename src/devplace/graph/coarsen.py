@@ -64,9 +64,7 @@ def side_owner(graph: OpGraph) -> list[str | None]:
                 several
                 for reader in readers[index]
                 if graph.ops[reader].stage == "update" and serves[reader] == several
-            } - {
-                serves[reader] for reader in readers[index] if graph.ops[reader].stage != "update"
-            }
+            } - {serves[reader] for reader in readers[index] if graph.ops[reader].stage != "update"}
         if serves[index] != -1:
             found.add(serves[index])
         if found:

@@ -63,7 +63,8 @@ class Classes:
         """Device of each class: where most of its work is. `[C]`"""
         votes = np.zeros((self.count, num_devices))
         np.add.at(votes, (self.of_group, groups), group_time + 1e-9)
-        return votes.argmax(axis=1).astype(np.int32)
+        device: I32 = votes.argmax(axis=1).astype(np.int32)
+        return device
 
 
 def make_classes(problem: Problem, of_op: I32, time_ns: F64) -> Classes:
@@ -82,7 +83,7 @@ def make_classes(problem: Problem, of_op: I32, time_ns: F64) -> Classes:
     size = np.bincount(of_task)
     return Classes(
         of_group.astype(np.int32),
-        np.bincount(of_task, time_ns),
+        np.bincount(of_task, time_ns).astype(np.float64),
         np.bincount(of_task, np.arange(tasks.num_tasks)) / size,
     )
 
@@ -152,9 +153,7 @@ class Annealer:
             neighbours = np.stack(
                 [self._neighbour(state, devices, weight, by_position) for _ in range(self._width)]
             )
-            for neighbour, found in zip(
-                neighbours, self._values(classes, neighbours), strict=True
-            ):
+            for neighbour, found in zip(neighbours, self._values(classes, neighbours), strict=True):
                 stale += 1
                 worse = float(found) - value
                 if worse > 0 and self._rng.random() >= math.exp(-worse / max(temperature, 1e-9)):

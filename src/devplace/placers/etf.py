@@ -95,9 +95,10 @@ class Etf:
             if found is None:
                 break
             task, device = found
-            if not schedule.has_room(task, device) and schedule.group_device[
-                schedule.group[task]
-            ] < 0:
+            if (
+                not schedule.has_room(task, device)
+                and schedule.group_device[schedule.group[task]] < 0
+            ):
                 queues.drop(device)
                 offers[task] -= 1
                 if offers[task] > 0:
@@ -115,9 +116,7 @@ class Etf:
         return schedule.placement()
 
     @staticmethod
-    def _next(
-        schedule: ListSchedule, queues: _Queues, done: list[bool]
-    ) -> tuple[int, int] | None:
+    def _next(schedule: ListSchedule, queues: _Queues, done: list[bool]) -> tuple[int, int] | None:
         best: tuple[int, float, int, int] | None = None
         for device in range(schedule.num_devices):
             head = queues.head(device, done)
@@ -137,5 +136,6 @@ class Etf:
     @staticmethod
     def _roomiest(schedule: ListSchedule, task: int) -> int:
         ledger = schedule.ledger
-        choices = sorted(schedule.allowed[schedule.group[task]])
-        return max(choices, key=lambda d: (ledger.limit[d] - ledger.used[d], -d))
+        choices: list[int] = sorted(schedule.allowed[schedule.group[task]])
+        free = {d: int(ledger.limit[d] - ledger.used[d]) for d in choices}
+        return max(choices, key=lambda d: (free[d], -d))

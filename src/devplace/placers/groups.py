@@ -48,7 +48,8 @@ def group_time_ns(problem: Problem) -> F64:
 def mean_duration_ns(problem: Problem, devices: Sequence[int] | None = None) -> F64:
     """Mean time of each task over some devices, the accelerators by default. `[N]`"""
     chosen = list(devices) if devices is not None else accelerators(problem)
-    return problem.core.wires.duration_ns[:, chosen].mean(axis=1)
+    mean: F64 = problem.core.wires.duration_ns[:, chosen].mean(axis=1)
+    return mean
 
 
 def by_vote(problem: Problem, task_wish: I32, weight: F64) -> I32:

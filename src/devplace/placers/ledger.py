@@ -61,7 +61,8 @@ class MemoryLedger:
 
     def has_room(self, task: int, device: int, extra: int = 0) -> bool:
         """Whether `task` (and `extra` bytes) still fits on `device`."""
-        return self.used[device] + extra + self.need(task, device) <= self.limit[device]
+        free: int = self.limit[device] - self.used[device]
+        return extra + self.need(task, device) <= free
 
     def decide_group(self, group: int, device: int) -> None:
         """Charge the sources of a group to its device."""

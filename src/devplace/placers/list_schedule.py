@@ -70,10 +70,8 @@ class ListSchedule:
 
     def ready_ns(self, task: int, device: int) -> int:
         """When all inputs of the task can be on the device."""
-        return max(
-            (self._arrives(c, device) for c in self._in[self._in_ptr[task] : self._in_ptr[task + 1]]),
-            default=0,
-        )
+        carriers = self._in[self._in_ptr[task] : self._in_ptr[task + 1]]
+        return max((self._arrives(carrier, device) for carrier in carriers), default=0)
 
     def _arrives(self, carrier: int, device: int) -> int:
         maker = self._maker[carrier]
@@ -83,8 +81,9 @@ class ListSchedule:
         known = self._arrival.get((carrier, device))
         if known is not None:
             return known
-        begin = self._begins(maker, home, device)
-        return begin + self._transfer[self._link[home][device]][carrier] + self._latency[home][device]
+        duration: int = self._transfer[self._link[home][device]][carrier]
+        latency: int = self._latency[home][device]
+        return self._begins(maker, home, device) + duration + latency
 
     def _begins(self, maker: int, home: int, device: int) -> int:
         begin = self.finish[maker]
@@ -97,9 +96,7 @@ class ListSchedule:
     def source_bytes(self, task: int, device: int) -> int:
         """Bytes of sources that would move in with the task: its group's, and undecided inputs'."""
         groups = {self.group[task], *(self.group[maker] for maker in self.makers(task))}
-        return sum(
-            self.ledger.group_bytes[g] for g in groups if self.group_device[g] < 0
-        )
+        return sum(self.ledger.group_bytes[g] for g in groups if self.group_device[g] < 0)
 
     def has_room(self, task: int, device: int) -> bool:
         """Whether the task fits there, by the ledger."""

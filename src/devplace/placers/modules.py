@@ -66,7 +66,7 @@ def module_chain(problem: Problem) -> ModuleChain:
     if not rank:
         rank[""] = 0
     of_task = np.array([rank.get(name, 0) if name is not None else 0 for name in owner], np.int32)
-    time = np.bincount(of_task, mean_duration_ns(problem), len(rank))
+    time = np.bincount(of_task, mean_duration_ns(problem), len(rank)).astype(np.float64)
     return ModuleChain(tuple(rank), of_task, time, _module_bytes(problem, of_task, len(rank)))
 
 

@@ -107,8 +107,7 @@ def refine_placement(
             if evaluate.exhausted:
                 break
             candidates = [
-                _move_some(problem, best.groups, device, chain, rng, devices)
-                for _ in range(width)
+                _move_some(problem, best.groups, device, chain, rng, devices) for _ in range(width)
             ]
             annealer.values(np.stack(candidates), best.priority)
             if annealer.best is not best:

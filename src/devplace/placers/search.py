@@ -1,4 +1,4 @@
-"""devplace's own search: coarse by structure, then fine, then the order. Never worse than trivial."""
+"""devplace's own search: coarse by structure, then fine, then the order."""
 
 from __future__ import annotations
 

@@ -160,86 +160,100 @@ class _Folding:
                     self.carrier[out] = self.carrier[base]
 
 
+class _Layout:
+    """Tasks, the carriers and storages they make, and who reads what; all by tensor id."""
+
+    def __init__(self, graph: OpGraph, fold: _Folding) -> None:
+        replaced = graph.replaced
+        is_const = [op.is_source and index not in replaced for index, op in enumerate(graph.ops)]
+        self.task_ops = [i for i, op in enumerate(graph.ops) if not op.is_view and not is_const[i]]
+        self.const_ops = [i for i, const in enumerate(is_const) if const]
+        self.task_of = {op: task for task, op in enumerate(self.task_ops)}
+        self.const_of = {op: const for const, op in enumerate(self.const_ops)}
+        self.reads: list[list[int]] = []
+        self.const_users: list[list[int]] = [[] for _ in self.const_ops]
+        self.made: list[list[int]] = [[] for _ in self.task_ops]
+        self.stores: list[list[int]] = [[] for _ in self.task_ops]
+        self._collect_reads(graph, fold)
+        self._collect_made(graph, fold)
+        self.carriers = [t for row in self.made for t in row]
+        self.storages = [t for row in self.stores for t in row]
+        self.carrier_id = {t: i for i, t in enumerate(self.carriers)}
+        self.storage_id = {t: i for i, t in enumerate(self.storages)}
+
+    def _collect_reads(self, graph: OpGraph, fold: _Folding) -> None:
+        for task, index in enumerate(self.task_ops):
+            carriers = list(dict.fromkeys(fold.carrier[t] for t in graph.ops[index].inputs))
+            for owner in {fold.owner[t] for t in carriers} & self.const_of.keys():
+                self.const_users[self.const_of[owner]].append(task)
+            self.reads.append([t for t in carriers if fold.owner[t] in self.task_of])
+
+    def _collect_made(self, graph: OpGraph, fold: _Folding) -> None:
+        travels = {t for row in self.reads for t in row}
+        for tensor in range(len(graph.tensors)):
+            task = self.task_of.get(fold.owner[tensor])
+            if task is None:
+                continue
+            if fold.storage[tensor] == tensor:
+                self.stores[task].append(tensor)
+            if tensor in travels:
+                self.made[task].append(tensor)
+
+    def consumers(self) -> list[list[int]]:
+        """Tasks that read each carrier."""
+        rows: list[list[int]] = [[] for _ in self.carriers]
+        for task, row in enumerate(self.reads):
+            for tensor in row:
+                rows[self.carrier_id[tensor]].append(task)
+        return rows
+
+    def held(self, graph: OpGraph, fold: _Folding) -> NDArray[np.uint8]:
+        """Whether each storage is kept to the end of the step."""
+        held = np.zeros(len(self.storages), np.uint8)
+        for result in graph.results:
+            if fold.owner[result.tensor] in self.task_of:
+                held[self.storage_id[fold.storage[result.tensor]]] = 1
+        return held
+
+
 def build_tasks(graph: OpGraph) -> Tasks:
     """Fold views and read-only sources away and lay the rest out as arrays."""
     fold = _Folding(graph)
-    replaced = graph.replaced
-    is_const = [op.is_source and index not in replaced for index, op in enumerate(graph.ops)]
-    task_ops = [i for i, op in enumerate(graph.ops) if not op.is_view and not is_const[i]]
-    const_ops = [i for i, const in enumerate(is_const) if const]
-    task_of = {op: task for task, op in enumerate(task_ops)}
-    const_of = {op: const for const, op in enumerate(const_ops)}
-    op_owner = [fold.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
-
-    reads: list[list[int]] = []  # carriers (tensor ids) each task reads
-    const_users: list[list[int]] = [[] for _ in const_ops]
-    for task, index in enumerate(task_ops):
-        carriers = dict.fromkeys(fold.carrier[t] for t in graph.ops[index].inputs)
-        consts = {fold.owner[t] for t in carriers if fold.owner[t] in const_of}
-        for owner in consts:
-            const_users[const_of[owner]].append(task)
-        reads.append([t for t in carriers if fold.owner[t] in task_of])
-
-    travels = {t for row in reads for t in row}
-    made: list[list[int]] = [[] for _ in task_ops]
-    stores: list[list[int]] = [[] for _ in task_ops]
-    for tensor in range(len(graph.tensors)):
-        task_or_none = task_of.get(fold.owner[tensor])
-        if task_or_none is None:
-            continue
-        if fold.storage[tensor] == tensor:
-            stores[task_or_none].append(tensor)
-        if tensor in travels:
-            made[task_or_none].append(tensor)
-    carriers = [t for row in made for t in row]
-    storages = [t for row in stores for t in row]
-    carrier_id = {t: i for i, t in enumerate(carriers)}
-    storage_id = {t: i for i, t in enumerate(storages)}
-    consumers: list[list[int]] = [[] for _ in carriers]
-    for task, row in enumerate(reads):
-        for tensor in row:
-            consumers[carrier_id[tensor]].append(task)
-    held = np.zeros(len(storages), np.uint8)
-    for result in graph.results:
-        if fold.owner[result.tensor] in task_of:
-            held[storage_id[fold.storage[result.tensor]]] = 1
-
-    cons_ptr, cons = pointers(consumers)
-    in_ptr, in_carrier = pointers([[carrier_id[t] for t in row] for row in reads])
-    out_ptr, _ = pointers(made)
-    storage_ptr, _ = pointers(stores)
-    const_ptr, const_user = pointers(const_users)
+    layout = _Layout(graph, fold)
+    owners = [fold.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
     size = np.array([t.num_bytes for t in graph.tensors], np.int64)
+    const_bytes = [sum(size[t] for t in graph.ops[i].outputs) for i in layout.const_ops]
+    cons_ptr, cons = pointers(layout.consumers())
+    in_ptr, in_carrier = pointers([[layout.carrier_id[t] for t in row] for row in layout.reads])
+    const_ptr, const_user = pointers(layout.const_users)
+    storage_of = [layout.storage_id[fold.storage[t]] for t in layout.carriers]
     return Tasks(
-        task_op=np.array(task_ops, np.int32),
-        op_task=np.array([task_of.get(o, -1) for o in op_owner], np.int32),
-        op_const=np.array([const_of.get(o, -1) for o in op_owner], np.int32),
-        is_source=np.array([graph.ops[i].is_source for i in task_ops], np.uint8),
-        group=_groups(graph, fold, task_of),
-        workspace_bytes=np.array([graph.ops[i].workspace_bytes for i in task_ops], np.int64),
-        out_ptr=out_ptr,
-        carrier_tensor=np.array(carriers, np.int32),
-        carrier_bytes=size[carriers] if carriers else np.zeros(0, np.int64),
-        carrier_storage=np.array([storage_id[fold.storage[t]] for t in carriers], np.int32),
+        task_op=np.array(layout.task_ops, np.int32),
+        op_task=np.array([layout.task_of.get(o, -1) for o in owners], np.int32),
+        op_const=np.array([layout.const_of.get(o, -1) for o in owners], np.int32),
+        is_source=np.array([graph.ops[i].is_source for i in layout.task_ops], np.uint8),
+        group=_groups(graph, fold, layout.task_of),
+        workspace_bytes=np.array([graph.ops[i].workspace_bytes for i in layout.task_ops], np.int64),
+        out_ptr=pointers(layout.made)[0],
+        carrier_tensor=np.array(layout.carriers, np.int32),
+        carrier_bytes=size[np.array(layout.carriers, np.int64)],
+        carrier_storage=np.array(storage_of, np.int32),
         cons_ptr=cons_ptr,
         cons=cons,
         in_ptr=in_ptr,
         in_carrier=in_carrier,
-        storage_ptr=storage_ptr,
-        storage_bytes=size[storages] if storages else np.zeros(0, np.int64),
-        storage_held=held,
-        const_op=np.array(const_ops, np.int32),
-        const_bytes=np.array(
-            [sum(graph.tensors[t].num_bytes for t in graph.ops[i].outputs) for i in const_ops],
-            np.int64,
-        ),
+        storage_ptr=pointers(layout.stores)[0],
+        storage_bytes=size[np.array(layout.storages, np.int64)],
+        storage_held=layout.held(graph, fold),
+        const_op=np.array(layout.const_ops, np.int32),
+        const_bytes=np.array(const_bytes, np.int64),
         const_ptr=const_ptr,
         const_user=const_user,
     )
 
 
 def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
-    """Colocation: a source that is replaced sits with its state and with the ops that replace it."""
+    """A source that is replaced sits with its state and with the ops that replace it."""
     parent = list(range(len(task_of)))
 
     def find(x: int) -> int:

@@ -216,10 +216,10 @@ def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]
         pattern: machine.device_index[resolve_device(machine, name, f"pin {pattern!r}")]
         for pattern, name in problem.pins.items()
     }
-    for pattern, target in targets.items():
+    for wanted, target in targets.items():
         if target not in problem.usable_devices:
             raise ProblemError(
-                f"A pin must name a usable device: {pattern!r} is pinned to "
+                f"A pin must name a usable device: {wanted!r} is pinned to "
                 f"{machine.device_names[target]}, which is excluded. Change one of them."
             )
     for task, op_index in enumerate(tasks.task_op if targets else ()):

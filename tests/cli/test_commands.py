@@ -1,0 +1,258 @@
+"""The commands a user types: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MLP = """
+import torch
+
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    inputs = (torch.randn(6, 8), torch.randint(0, 4, (6,)))
+    return model, inputs, lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
+
+def branch():
+    class Branch(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(8, 8)
+        def forward(self, x):
+            if x.sum() > 0:
+                return self.fc(x)
+            return -self.fc(x)
+    return Branch(), (torch.randn(6, 8),), lambda m, x: m(x).sum()
+
+def empty():
+    return torch.nn.Identity(), (torch.randn(2, 2),), lambda m, x: m(x).sum()
+
+def zero():
+    model = torch.nn.Linear(4, 4)
+    inputs = (torch.randn(3, 4), torch.randn(0, 4))
+    return model, inputs, lambda m, x, none: m(x).sum() + m(none).sum()
+
+def crash():
+    raise RuntimeError("no data today")
+
+def wrong():
+    return 3
+"""
+
+
+def devplace(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does."""
+    return subprocess.run(
+        [sys.executable, "-c", "from devplace.cli import main; main()", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model file and a plan of it for two CPU devices."""
+    path = tmp_path_factory.mktemp("cli")
+    (path / "mlp.py").write_text(MLP)
+    done = devplace(
+        *("plan", "mlp.py:build", "--machine", "cpux2", "--budget", "40ev", "-o", "plan.json"),
+        cwd=path,
+    )
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """One line on stderr with these words, nothing like a traceback, and the exit code."""
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr + done.stdout
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert lines
+    for word in words:
+        assert word in lines[-1], lines[-1]
+
+
+def test_compare_json_has_the_fixed_form(folder: Path) -> None:
+    """stdout is one JSON value with the documented fields, integers for time and size."""
+    done = devplace(
+        *("compare", "mlp.py:build", "--machine", "k40x2", "--budget", "60ev", "--json"), cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert set(data) == {"model", "machine", "lower_bound_ns", "rows"}
+    names = [row["placer"] for row in data["rows"]]
+    assert names == ["single", "cpu", "even", "greedy", "topo", "heft", "etf", "random", "search"]
+    for row in data["rows"]:
+        assert row["feasible"] is True
+        assert isinstance(row["step_ns"], int)
+        assert row["step_ns"] >= data["lower_bound_ns"]
+        assert set(row["peak_bytes"]) <= {"cpu:0", "cuda:0", "cuda:1"}
+        assert all(isinstance(n, int) for n in row["peak_bytes"].values())
+        assert isinstance(row["transfer_bytes"], int)
+        assert row["evaluations"] <= 60
+    step = {row["placer"]: row["step_ns"] for row in data["rows"]}
+    assert step["search"] == min(step.values())
+
+
+def test_the_same_seed_and_evaluations_give_the_same_plan(folder: Path) -> None:
+    """Two runs write the same file but for nothing."""
+    for name in ("a.json", "b.json"):
+        devplace(
+            *("plan", "mlp.py:build", "--machine", "k40x4", "--budget", "80ev", "--seed", "3"),
+            *("-o", name),
+            cwd=folder,
+        )
+    assert (folder / "a.json").read_text() == (folder / "b.json").read_text()
+
+
+def test_a_plan_runs_and_is_checked(folder: Path) -> None:
+    """run reports equality, losses and times; trace then has planned and measured processes."""
+    done = devplace("run", "plan.json", "--steps", "2", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["bit_equal"] is True
+    assert len(data["losses"]) == 2
+    assert data["losses"][1] < data["losses"][0]
+    done = devplace("trace", "plan.json", "-o", "trace.json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} >= {1, 2}
+
+
+def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
+    """With one device too small, its row says what lacks; nothing fitting anywhere is exit 3."""
+    options = ("compare", "mlp.py:build", "--machine", "k40x2", "--placers", "single,even")
+    done = devplace(
+        *options,
+        *("--budget", "20ev", "--limit", "cuda:0=1KB", "--exclude", "cpu:0", "--json"),
+        cwd=folder,
+    )
+    rows = {row["placer"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["single"]["feasible"] is True
+    assert rows["even"]["feasible"] is False
+    assert rows["even"]["missing_bytes"]["cuda:0"] > 0
+    assert rows["even"]["step_ns"] > 0
+    tight = [f"--limit=cuda:{k}=1KB" for k in range(2)]
+    done = devplace(*options, "--budget", "20ev", *tight, "--exclude", "cpu:0", cwd=folder)
+    refused(done, 3, "cuda", "1 KB")
+
+
+BAD: list[tuple[list[str], int, list[str]]] = [
+    (["plan", "nmt-5"], 2, ["nmt-4"]),
+    (["plan", "mlp.py:biuld"], 2, ["build"]),
+    (["plan", "nowhere.py:build"], 2, ["nowhere.py"]),
+    (["plan", "mlp.py:crash"], 2, ["no data today"]),
+    (["plan", "mlp.py:wrong"], 2, ["(model, inputs, loss_fn)"]),
+    (["plan", "mlp.py:empty"], 2, ["trainable parameters"]),
+    (["plan", "mlp.py:branch"], 2, ["mlp.py:16"]),
+    (["plan", "mlp.py:build", "--machine", "k41x4"], 2, ["k40x4"]),
+    (["plan", "mlp.py:build", "--machine", "bad.toml"], 2, ["bad.toml:6", "bandwidth"]),
+    (["plan", "mlp.py:build", "--budget", "0"], 2, ["30s"]),
+    (["plan", "mlp.py:build", "--budget", "0s"], 2, ["positive"]),
+    (["plan", "mlp.py:build", "--budget", "0ev"], 2, ["positive"]),
+    (["plan", "mlp.py:build", "--budget", "soon"], 2, ["30s"]),
+    (["plan", "mlp.py:build", "--placer", "serach"], 2, ["search"]),
+    (["plan", "mlp.py:build", "--optimizer", "lion"], 2, ["sgd"]),
+    (["plan", "mlp.py:build", "--batch", "4"], 2, ["batch"]),
+    (["plan", "mlp.py:build", "--micro-batches", "0"], 2, ["micro-batches"]),
+    (["plan", "mlp.py:build", "--micro-batches", "7"], 2, ["7"]),
+    (["plan", "mlp.py:build", "--limit", "cuda:0"], 2, ["cuda:0=20GiB"]),
+    (["plan", "mlp.py:build", "--machine", "k40x2", "--limit", "cuda:9=1GB"], 2, ["cuda:1"]),
+    (["plan", "mlp.py:build", "--machine", "k40x2", "--limit", "cuda:0=ten"], 2, ["ten"]),
+    (["plan", "mlp.py:build", "--machine", "k40x2", "--pin", "7=cuda:1"], 2, ["7"]),
+    (["plan", "mlp.py:build", "--machine", "k40x2", "--pin", "0=tpu:0"], 2, ["tpu:0"]),
+    (["plan", "mlp.py:build", "-o", "no/such/folder/plan.json"], 2, ["no/such/folder"]),
+    (["plan", "mlp.py:build", "--budget", "9ev", "--size", "huge"], 2, ["huge"]),
+    (["compare", "mlp.py:build", "--placers", "heft,hefft"], 2, ["heft"]),
+    (["run", "nothing.json"], 2, ["nothing.json"]),
+    (["run", "truncated.json"], 2, ["truncated.json"]),
+    (["run", "edited.json"], 2, ["device"]),
+    (["run", "other-model.json"], 5, ["another"]),
+    (["run", "plan.json", "--machine", "cpux3"], 5, ["cpu:2"]),
+    (["trace", "plan.json", "-o", "no/such/folder/t.json"], 2, ["no/such/folder"]),
+    (["machines", "k40x99"], 2, ["k40"]),
+    (["machines", "bad.toml"], 2, ["bad.toml:6"]),
+    (["machines", "cyclic.toml"], 2, ["cyclic.toml"]),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_files(folder: Path) -> Path:
+    """Damaged files beside the good ones."""
+    text = (folder / "plan.json").read_text()
+    (folder / "truncated.json").write_text(text[: len(text) // 2])
+    data: dict[str, Any] = json.loads(text)
+    data["placement"][0] = 7
+    (folder / "edited.json").write_text(json.dumps(data))
+    (folder / "other.py").write_text(
+        MLP.replace("Linear(8, 16)", "Linear(8, 32)").replace("Linear(16, 4)", "Linear(32, 4)")
+    )
+    data = json.loads(text)
+    data["request"]["model"] = "other.py:build"
+    (folder / "other-model.json").write_text(json.dumps(data))
+    device = '[[devices]]\nname = "{}"\nkind = "cpu"\nmemory = "1GB"\n'
+    (folder / "bad.toml").write_text(
+        'name = "bad"\n\n[[devices]]\nname = "cpu:0"\nkind = "cpu"\nbandwidth = "-3 GB/s"\n'
+        'memory = "1GB"\nflops = "1 TFLOP/s"\n'
+    )
+    (folder / "cyclic.toml").write_text('name = "x"\n' + device.format("a") + "links = [[[\n")
+    return folder
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD, ids=lambda v: str(v)[:60])
+def test_bad_input_is_one_line_and_the_right_exit_code(
+    bad_files: Path, arguments: list[str], code: int, words: list[str]
+) -> None:
+    """Never a traceback; the message names the culprit and what to do."""
+    refused(devplace(*arguments, cwd=bad_files), code, *words)
+
+
+def test_zero_size_tensors_are_planned_and_run(folder: Path) -> None:
+    """A batch with an empty tensor is legal."""
+    options = ("--machine", "cpux2", "--budget", "30ev", "-o", "zero.json")
+    done = devplace("plan", "mlp.py:zero", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert devplace("run", "zero.json", cwd=folder).returncode == 0
+
+
+def test_a_wrong_copy_is_exit_code_4(folder: Path) -> None:
+    """When a transfer returns wrong data, the check ends the run with code 4."""
+    script = (
+        "import functools, sys\n"
+        "import devplace.run.planned as planned\n"
+        "wrong = lambda x, *rest: x.clone() + 1 if x.is_floating_point() else x.clone()\n"
+        "planned.check = functools.partial(planned.check, copy=wrong)\n"
+        "from devplace.cli import main\n"
+        "sys.argv = ['devplace', 'run', 'pinned.json']\n"
+        "main()\n"
+    )
+    options = ("--machine", "cpux2", "--budget", "30ev", "-o", "pinned.json")
+    pins = ("--pin", "0=cpu:0", "--pin", "2=cpu:1")
+    done = devplace("plan", "mlp.py:build", *options, *pins, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    refused(done, 4, "off by")
+
+
+def test_lists_are_there_for_people_and_programs(folder: Path) -> None:
+    """workloads and machines print names; --json is JSON."""
+    done = devplace("workloads", cwd=folder)
+    assert "gnmt-4" in done.stdout
+    assert len(json.loads(devplace("workloads", "--json", cwd=folder).stdout)) == 12
+    listing = json.loads(devplace("machines", "--json", cwd=folder).stdout)
+    assert listing["simulator"] in ("native", "python")
+    assert "k40x4" in [machine["name"] for machine in listing["machines"]]
+    shown = devplace("machines", "k40x4", cwd=folder)
+    assert "cuda:3" in shown.stdout
+    assert json.loads(devplace("machines", "k40x4", "--json", cwd=folder).stdout)["sources"]
