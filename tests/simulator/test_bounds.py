@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.strategies import problems, random_placement, random_problem
 
 from devplace.problem import Problem
-from devplace.simulator import make_kernel
+from devplace.simulator import make_kernel, simulate
 from devplace.simulator.bounds import lower_bound
+from devplace.testing import hand_machine, hand_placement, hand_problem
 
 
 def best_by_brute_force(problem: Problem, seed: int) -> int:
@@ -77,3 +78,23 @@ def test_the_bound_is_reached_where_it_should_be() -> None:
     )
     bound = lower_bound(problem)
     assert (bound.critical_path_ns, bound.load_ns, bound.step_ns) == (100, 200, 200)
+
+
+def test_an_old_value_nobody_reads_needs_no_room() -> None:
+    """A buffer that is only overwritten is no proof that nothing fits; one that is read is."""
+    machine = hand_machine({"gpu:0": 100})
+    overwritten = hand_problem("b = buffer bytes=300\na = f bytes=9 ns=1 replaces=b", machine)
+    assert simulate(overwritten, hand_placement(overwritten, {})).is_feasible
+    assert not lower_bound(overwritten).is_infeasible
+    read = hand_problem("b = buffer bytes=300\na = f(b) bytes=9 ns=1 replaces=b", machine)
+    assert lower_bound(read).is_infeasible
+    assert lower_bound(read).static_bytes == 300
+
+
+def test_streams_and_pins_are_in_the_bound() -> None:
+    """Two streams halve the load bound; a pin to a slow device lengthens the path."""
+    text = "\n".join(f"o{k} = f ns=10,30" for k in range(4))
+    machine = hand_machine({"gpu:0": 99, "gpu:1": 99}, streams=2)
+    assert lower_bound(hand_problem(text, machine)).load_ns == 15
+    pinned = hand_problem(text, machine, pins={"o0": "gpu:1"})
+    assert lower_bound(pinned).critical_path_ns == 30

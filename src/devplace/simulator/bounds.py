@@ -136,10 +136,12 @@ def _round_up(value: float) -> int:
 
 
 def _is_permanent(problem: Problem) -> NDArray[np.bool_]:
-    """Storages that exist for the whole step in one form or another: sources that are replaced."""
+    """Storages that are there when the step begins: sources that are replaced, unless nothing
+    reads their old value."""
     tasks = problem.core.tasks
     owner = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.storage_ptr))
-    return tasks.is_source[owner].astype(bool)
+    is_kept = (np.diff(tasks.out_ptr)[owner] > 0) | (tasks.storage_held > 0)
+    return tasks.is_source[owner].astype(bool) & is_kept
 
 
 def _capacity(problem: Problem) -> int:
@@ -162,4 +164,5 @@ def _one_op_too_large(problem: Problem) -> bool:
         np.minimum(tasks.storage_ptr[:-1], len(tasks.storage_bytes)),
     )
     sizes = np.where(np.diff(tasks.storage_ptr) > 0, sizes, 0)
-    return bool(len(sizes) and int((sizes + tasks.workspace_bytes).max()) > largest)
+    sizes = np.where(tasks.is_source > 0, 0, sizes + tasks.workspace_bytes)
+    return bool(len(sizes) and int(sizes.max()) > largest)
