@@ -20,6 +20,7 @@ struct Core {
   std::vector<i64> workspace_bytes, carrier_bytes, storage_bytes, const_bytes;
   std::vector<i32> out_ptr, carrier_storage, cons_ptr, cons, in_ptr, in_carrier, storage_ptr;
   std::vector<i32> const_ptr, const_user, carrier_task;
+  std::vector<i32> in_task, in_storage;  // of in_carrier, so that a release reads in sequence
   std::vector<i64> duration_ns, transfer_ns, latency_ns, send_ns, receive_ns;
   std::vector<i32> link_class, channel_ptr, channel, streams, pool;
   bool one_stream = true;
@@ -177,6 +178,7 @@ class Simulator {
     memory_.assign(D, 0);
     shown_.assign(D, -1);
     stamp_.assign(D, -1);
+    readers_there_.assign(D, 0);
     for (auto& heap : ready_) heap.clear();
     arrivals_.clear();
     running_.clear();
@@ -297,24 +299,34 @@ class Simulator {
     const i32 d = device_[v];
     if constexpr (track_memory) {
       memory_[d] -= core_.workspace_bytes[v];
-      for (i32 j = core_.in_ptr[v]; j < core_.in_ptr[v + 1]; ++j) release(core_.in_carrier[j], d);
+      for (i32 j = core_.in_ptr[v]; j < core_.in_ptr[v + 1]; ++j) {
+        if (device_[core_.in_task[j]] == d) release_storage(core_.in_storage[j], d);
+        else release_copy(core_.in_carrier[j], d);
+      }
       for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s)
         references_[s] = core_.storage_held[s];
     }
     for (i32 x = core_.out_ptr[v]; x < core_.out_ptr[v + 1]; ++x) {
+      i32 uses = 0;  // readers here, and one per copy sent
+      sent_to_.clear();
       for (i32 j = core_.cons_ptr[x]; j < core_.cons_ptr[x + 1]; ++j) {
         const i32 reader = core_.cons[j], e = device_[reader];
         if (e == d) {
-          if constexpr (track_memory) ++references_[core_.carrier_storage[x]];
+          ++uses;
           one_input_less(reader);
           continue;
         }
         if (stamp_[e] != x) {
           stamp_[e] = x;
-          if constexpr (track_memory) ++references_[core_.carrier_storage[x]];
+          readers_there_[e] = 0;
+          sent_to_.push_back(e);
           send<track_memory, trace>(x, d, e, out);
         }
-        if constexpr (track_memory) ++copies_[copy_index(x, e)];
+        ++readers_there_[e];
+      }
+      if constexpr (track_memory) {
+        for (const i32 e : sent_to_) copies_[copy_index(x, e)] = readers_there_[e];
+        references_[core_.carrier_storage[x]] += uses + static_cast<i32>(sent_to_.size());
       }
     }
     if constexpr (track_memory)
@@ -337,10 +349,7 @@ class Simulator {
     const i64 arrival = end + core_.latency_ns[pair];
     debt_[d] += core_.send_ns[pair];
     out.transfer_bytes += core_.carrier_bytes[x];
-    if constexpr (track_memory) {
-      memory_[e] += core_.carrier_bytes[x];
-      copies_[copy_index(x, e)] = 0;
-    }
+    if constexpr (track_memory) memory_[e] += core_.carrier_bytes[x];
     if constexpr (trace) out.transfers.push_back({x, d, e, now_, begin, arrival});
     arrivals_.push({arrival, x, e});
   }
@@ -349,18 +358,17 @@ class Simulator {
   void arrive(const Arrival& a) {
     const i32 d = device_[core_.carrier_task[a.carrier]];
     debt_[a.device] += core_.receive_ns[d * core_.num_devices + a.device];
-    if constexpr (track_memory) release(a.carrier, d);
+    if constexpr (track_memory) release_storage(core_.carrier_storage[a.carrier], d);
     for (i32 j = core_.cons_ptr[a.carrier]; j < core_.cons_ptr[a.carrier + 1]; ++j)
       if (device_[core_.cons[j]] == a.device) one_input_less(core_.cons[j]);
   }
 
-  void release(i32 x, i32 d) {
-    if (d == device_[core_.carrier_task[x]]) {
-      const i32 s = core_.carrier_storage[x];
-      if (--references_[s] == 0) memory_[d] -= core_.storage_bytes[s];
-    } else if (--copies_[copy_index(x, d)] == 0) {
-      memory_[d] -= core_.carrier_bytes[x];
-    }
+  void release_storage(i32 s, i32 d) {
+    if (--references_[s] == 0) memory_[d] -= core_.storage_bytes[s];
+  }
+
+  void release_copy(i32 x, i32 d) {
+    if (--copies_[copy_index(x, d)] == 0) memory_[d] -= core_.carrier_bytes[x];
   }
 
   template <bool trace>
@@ -391,6 +399,7 @@ class Simulator {
   std::vector<ReadyTask> finished_;
   std::vector<i64> channel_free_, slot_finish_, debt_, memory_, shown_, pool_used_;
   std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;
+  std::vector<i32> sent_to_, readers_there_;
 };
 
 }  // namespace devplace

@@ -75,6 +75,10 @@ class Kernel {
     core_.carrier_task.resize(core_.carrier_bytes.size());
     for (i32 v = 0; v < core_.num_tasks; ++v)
       for (i32 x = core_.out_ptr[v]; x < core_.out_ptr[v + 1]; ++x) core_.carrier_task[x] = v;
+    for (const i32 x : core_.in_carrier) {
+      core_.in_task.push_back(core_.carrier_task[x]);
+      core_.in_storage.push_back(core_.carrier_storage[x]);
+    }
   }
 
   nb::object priority(In<i32> device) const {
