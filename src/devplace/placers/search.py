@@ -48,6 +48,7 @@ class Search:
         fine: Classes on the finest level, at most.
         exact: Problems with at most this many placements are solved by trying them all.
         heat: First temperature as a part of the step time.
+        start: A placement to start from, such as `plan.as_placement()`; the result is never worse.
     """
 
     name: str = "search"
@@ -57,10 +58,12 @@ class Search:
     fine: int = 1500
     heat: float = 0.02
     exact: int = 4096
+    start: Placement | None = None
 
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Whenever the placement to start from, if there is one, keeps the problem's demands."""
+        broken = problem.violations(self.start) if self.start is not None else []
+        return f"the start breaks a demand: {broken[0]}" if broken else ""
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
@@ -111,8 +114,13 @@ class Search:
         def keep(placement: Placement) -> None:
             score = evaluate(placement)
             groups = problem.task_devices(placement)[first]
-            found.append(Best(groups, score.step_ns, score.overflow_bytes))
+            priority = placement.priority
+            if priority is not None:
+                priority = np.ascontiguousarray(priority[problem.core.tasks.task_op], np.int64)
+            found.append(Best(groups, score.step_ns, score.overflow_bytes, priority))
 
+        if self.start is not None:
+            keep(self.start)
         for device in problem.usable_devices:
             keep(all_on(problem, device))
         chain, devices = module_chain(problem), accelerators(problem)
