@@ -121,6 +121,16 @@ def test_compare(
     assert (outcome.error, outcome.is_bit_equal) == (error, is_bit_equal)
 
 
+def test_rounding_where_nothing_should_be_is_not_an_error() -> None:
+    """The second moment of a bias without gradient is rounding only: it is judged by the magnitude
+    of its kind, not by its own."""
+    noise, other = torch.tensor([1e-36]), torch.tensor([3e-36])
+    alone = compare("exp_avg_sq[key.bias]", "state", noise, other, 1)
+    assert alone.error > alone.limit
+    among_kin = compare("exp_avg_sq[key.bias]", "state", noise, other, 1, 1e-3 * 1e-5)
+    assert among_kin.error < among_kin.limit
+
+
 def test_integers_must_be_equal() -> None:
     """A counter that is off by one fails."""
     outcome = compare("n", "buffer", torch.tensor(3), torch.tensor(4), 1)

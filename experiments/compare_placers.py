@@ -1,0 +1,76 @@
+"""All workloads at full size on several machines, with every placer, on one budget.
+
+Writes docs/results/compare_placers.json; tables are made from it by `tables.py`. The budget counts
+simulations, so that results do not depend on the speed of the computer. Placers without randomness
+run once. Run: `python experiments/compare_placers.py [--budget 4000ev] [--seeds 3]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from common import capture_workload, provenance, write
+
+from devplace import placers, workloads
+from devplace.cost.analytic import Analytic
+from devplace.machine import load_machine
+from devplace.problem import Problem
+from devplace.simulator.bounds import lower_bound
+
+MACHINES = ("k40x2", "k40x4", "k40x8", "h100x4")
+SEEDED = ("random", "search")
+
+
+def rows(name: str, budget: str, seeds: int) -> list[dict[str, Any]]:
+    """Results of one workload on all machines."""
+    begin = time.process_time()
+    graph = capture_workload(name)
+    capture_s = time.process_time() - begin
+    found = []
+    for machine_name in MACHINES:
+        machine = load_machine(machine_name)
+        problem = Problem(graph, machine, Analytic()(graph, machine))
+        bound = lower_bound(problem)
+        for kind in placers.ALL:
+            placer = kind()
+            for seed in range(seeds if placer.name in SEEDED else 1):
+                result = placers.place(
+                    problem, placer, budget, seed, allow_infeasible=True, bound=bound
+                )
+                found.append(
+                    {
+                        "workload": name,
+                        "machine": machine_name,
+                        "placer": placer.name,
+                        "seed": seed,
+                        "step_ns": result.step_ns,
+                        "feasible": result.is_feasible,
+                        "lower_bound_ns": bound.step_ns,
+                        "transfer_bytes": result.timeline.transfer_bytes,
+                        "evaluations": result.evaluations,
+                        "seconds": round(result.seconds, 2),
+                        "ops": len(graph.ops),
+                        "capture_cpu_s": round(capture_s, 1),
+                    }
+                )
+        print(name, machine_name, {r["placer"]: r["step_ns"] for r in found[-11:]}, flush=True)
+    return found
+
+
+def main() -> None:
+    """Run everything and write the result after each workload."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", default="4000ev")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workloads", default=",".join(workloads.NAMES))
+    options = parser.parse_args()
+    data: dict[str, Any] = {"provenance": provenance(), "budget": options.budget, "rows": []}
+    for name in options.workloads.split(","):
+        data["rows"] += rows(name, options.budget, options.seeds)
+        write("compare_placers", data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Make docs/results/*.md from docs/results/*.json. Run: `python experiments/tables.py`."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from common import RESULTS
+
+from devplace import placers
+
+
+def compare_placers(data: dict[str, Any]) -> str:
+    """One table per machine: median step (and spread) of each placer; best in bold."""
+    names = [kind().name for kind in placers.ALL]
+    lines = ["# Every placer on every workload", ""]
+    lines += [
+        f"Predicted ms per training step (SGD, full size), budget {data['budget']} per placer; "
+        "median over seeds, in brackets smallest and largest where they differ. Analytic costs, "
+        "graphs captured on a CPU. *over* marks plans that exceed a memory limit. The last "
+        "columns are the lower bound, and how far the median of `search` is above it.",
+        "",
+        provenance_line(data["provenance"]),
+        "",
+    ]
+    cells: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in data["rows"]:
+        cells[row["machine"], row["workload"], row["placer"]].append(row)
+    for machine in dict.fromkeys(row["machine"] for row in data["rows"]):
+        lines += [f"## {machine}", "", "| workload | " + " | ".join(names) + " | bound | gap |"]
+        lines.append("|---" * (len(names) + 3) + "|")
+        for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
+            found = [cells[machine, workload, name] for name in names]
+            best = min(median(r["step_ns"] for r in rows) for rows in found if rows)
+            bound = found[0][0]["lower_bound_ns"]
+            search = median(r["step_ns"] for r in found[-1])
+            texts = [_cell(rows, best) for rows in found]
+            lines.append(
+                f"| {workload} | "
+                + " | ".join(texts)
+                + f" | {bound / 1e6:.3g} | {search / bound - 1:.0%} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(rows: list[dict[str, Any]], best: float) -> str:
+    if not rows:
+        return "-"
+    steps = [row["step_ns"] / 1e6 for row in rows]
+    text = f"{median(steps):.4g}"
+    if median(row["step_ns"] for row in rows) <= best:
+        text = f"**{text}**"
+    if max(steps) > min(steps):
+        text += f" ({min(steps):.4g}-{max(steps):.4g})"
+    return text + ("" if all(row["feasible"] for row in rows) else " *over*")
+
+
+def provenance_line(made: dict[str, Any]) -> str:
+    """Where a result was made, as a sentence."""
+    return (
+        f"Made on {made['cores']} cores of {made['cpu']}, Python {made['python']}, torch "
+        f"{made['torch']}, devplace {made['devplace']} at commit {made['commit']}"
+        + ("" if made["clean"] else " with uncommitted changes")
+        + "."
+    )
+
+
+TABLES = {"compare_placers": compare_placers}
+
+
+def main() -> None:
+    """Make every table whose result is there."""
+    for name, make in TABLES.items():
+        source = RESULTS / f"{name}.json"
+        if source.exists():
+            (RESULTS / f"{name}.md").write_text(make(json.loads(source.read_text())))
+            print(f"docs/results/{name}.md")
+
+
+if __name__ == "__main__":
+    main()
