@@ -33,9 +33,7 @@ def random_graph(rng: np.random.Generator, num_ops: int) -> OpGraph:
         if role == "parameter":
             replaced.append(k)
     for k in range(num_ops):
-        reads = tuple(
-            sorted({int(t) for t in rng.integers(0, len(tensors), rng.integers(0, 4))})
-        )
+        reads = tuple(sorted({int(t) for t in rng.integers(0, len(tensors), rng.integers(0, 4))}))
         if reads and rng.random() < 0.25:
             base = reads[0]
             whole = tensors[base].num_bytes
