@@ -73,3 +73,13 @@ def test_without_room_on_accelerators_the_cpu_helps() -> None:
     )
     found = placed(place(problem, Etf(), Budget(evaluations=10)))
     assert sorted({found["a"], found["b"]}) == ["cpu:0", "gpu:0"]
+
+
+def test_a_group_of_thousands_is_no_trouble() -> None:
+    """Three thousand ops that belong together are ready at once and end on one device."""
+    lines = ["w = parameter", "w2 = sgd(w) ns=1 replaces=w"]
+    for k in range(3000):
+        lines += [f"s{k}[w] = state", f"u{k} = mul(s{k}[w]) ns=1 replaces=s{k}[w]"]
+    problem = hand_problem("\n".join(lines), hand_machine({"gpu:0": 10**6, "gpu:1": 10**6}))
+    assert problem.core.tasks.num_groups == 1
+    assert place(problem, Etf(), Budget(evaluations=10)).step_ns == 3001

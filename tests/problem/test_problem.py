@@ -282,6 +282,20 @@ def test_colocation_groups_hold_parameter_state_and_update() -> None:
     assert len(set(group.values())) == 3
 
 
+def test_state_of_no_named_parameter_stands_alone() -> None:
+    """State sources whose names tell no parameter are not thrown together."""
+    problem = hand_problem(
+        """
+        m = state bytes=4
+        n = state bytes=4
+        m2 = mul(m) bytes=4 replaces=m
+        n2 = mul(n) bytes=4 replaces=n
+        """,
+        hand_machine(MACHINE),
+    )
+    assert problem.core.tasks.group.tolist() == [0, 1, 0, 1]
+
+
 def test_a_placement_must_fit_the_problem() -> None:
     """Wrong lengths and device indices are refused; broken demands are listed by op."""
     problem = make(pins={"enc.1": "cuda:0"})

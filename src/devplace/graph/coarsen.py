@@ -85,7 +85,9 @@ def _parameter_sources(graph: OpGraph) -> dict[int, int]:
 
 def parameter_name(source_name: str, role: str) -> str:
     """Name of the parameter a source belongs to: state sources are named `slot[parameter]`."""
-    return source_name.partition("[")[2].removesuffix("]") if role == "state" else source_name
+    if role != "state":
+        return source_name
+    return source_name.partition("[")[2].removesuffix("]") or source_name
 
 
 def coarsen(graph: OpGraph, depth: int, by_micro_batch: bool = False, calls: int = 1) -> Coarsening:

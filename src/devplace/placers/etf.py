@@ -117,21 +117,29 @@ class Etf:
 
     @staticmethod
     def _next(schedule: ListSchedule, queues: _Queues, done: list[bool]) -> tuple[int, int] | None:
+        Etf._send_home(schedule, queues, done)
         best: tuple[int, float, int, int] | None = None
         for device in range(schedule.num_devices):
             head = queues.head(device, done)
             if head is None:
                 continue
             rank, start, task = head
-            home = schedule.group_device[schedule.group[task]]
-            if home not in (-1, device):  # decided by a group member since it was offered
-                queues.drop(device)
-                queues.add(home, task, schedule.ready_ns(task, home), -rank)
-                return Etf._next(schedule, queues, done)
             key = (start, rank, task, device)
             if best is None or key < best:
                 best = key
         return None if best is None else (best[2], best[3])
+
+    @staticmethod
+    def _send_home(schedule: ListSchedule, queues: _Queues, done: list[bool]) -> None:
+        """Move tasks at the head of a queue whose group has gone elsewhere since they came in."""
+        for device in range(schedule.num_devices):
+            while (head := queues.head(device, done)) is not None:
+                rank, _, task = head
+                home = schedule.group_device[schedule.group[task]]
+                if home in (-1, device):
+                    break
+                queues.drop(device)
+                queues.add(home, task, schedule.ready_ns(task, home), -rank)
 
     @staticmethod
     def _roomiest(schedule: ListSchedule, task: int) -> int:
