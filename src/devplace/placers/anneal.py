@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import legal
 from devplace.problem import Problem
+from devplace.simulator.critical import critical_tasks
+
+# Rounds after which the critical path is looked at again.
+REFOCUS = 50
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -141,14 +145,17 @@ class Annealer:
         state = start.copy()
         value = float(self._values(classes, state[None, :])[0])
         best_state, best_value, stale = state.copy(), value, 0
-        weight = classes.time_ns / max(1.0, classes.time_ns.sum()) * 0.7 + 0.3 / classes.count
-        weight /= weight.sum()
+        weight = self._weights(classes, state)
+        rounds = 0
         by_position = np.argsort(classes.position, kind="stable")
         while stale < patience and not self.evaluate.exhausted:
             spent = self.evaluate.fraction_spent
             if spent >= until:
                 break
             done = (spent - begin) / max(1e-9, until - begin)
+            rounds += 1
+            if rounds % REFOCUS == 0:
+                weight = self._weights(classes, state)
             temperature = best_value * heat * math.exp(-6.0 * done)
             neighbours = np.stack(
                 [self._neighbour(state, devices, weight, by_position) for _ in range(self._width)]
@@ -163,6 +170,23 @@ class Annealer:
                     best_state, best_value, stale = state.copy(), value, 0
                 break
         return best_state
+
+    def _weights(self, classes: Classes, state: I32) -> F64:
+        """How likely each class is to be moved: by its work, and by its share of the critical
+        path of this state. `[C]`"""
+        weight = classes.time_ns / max(1.0, classes.time_ns.sum()) * 0.4 + 0.2 / classes.count
+        groups = state[classes.of_group]
+        if not self._free:
+            groups = legal(self.problem, groups)
+        device = groups[self._group]
+        kernel = self.evaluate.kernel
+        run = kernel.trace(device, kernel.priority(device))
+        chain = np.array(critical_tasks(self.problem.core, device, run), np.int64)
+        length = (run.finish_ns - run.start_ns)[chain]
+        share = np.bincount(classes.of_group[self._group[chain]], length, classes.count)
+        weight = weight + 0.4 * share / max(1.0, share.sum())
+        chance: F64 = weight / weight.sum()
+        return chance
 
     def _neighbour(self, state: I32, devices: list[int], weight: F64, by_position: I64) -> I32:
         rng, moved = self._rng, state.copy()

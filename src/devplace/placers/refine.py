@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.anneal import Annealer, Best
 from devplace.problem import Problem
+from devplace.simulator.critical import critical_tasks, device_orders
 from devplace.simulator.reference import CoreTimeline
 
 I32 = NDArray[np.int32]
@@ -23,7 +26,10 @@ def realised_tails(problem: Problem, device: I32, run: CoreTimeline) -> I64:
     tasks = problem.core.tasks
     length = (run.finish_ns - run.start_ns).tolist()
     finish = run.finish_ns.tolist()
-    after = _next_on_device(problem, device, run)
+    after = [-1] * tasks.num_tasks
+    for row in device_orders(problem.core, device, run):
+        for first, second in pairwise(row):
+            after[first] = second
     delay: dict[tuple[int, int], int] = {}
     for carrier, _, destination, request, _, arrival in run.transfers.tolist():
         delay[carrier, destination] = arrival - request
@@ -46,44 +52,6 @@ def realised_tails(problem: Problem, device: I32, run: CoreTimeline) -> I64:
     return np.array(tail, np.int64)
 
 
-def _next_on_device(problem: Problem, device: I32, run: CoreTimeline) -> list[int]:
-    tasks = problem.core.tasks
-    after = [-1] * tasks.num_tasks
-    last = [-1] * problem.core.num_devices
-    for v in np.argsort(run.sequence, kind="stable").tolist():
-        if tasks.is_source[v]:
-            continue
-        d = int(device[v])
-        if last[d] >= 0:
-            after[last[d]] = v
-        last[d] = v
-    return after
-
-
-def critical_tasks(problem: Problem, device: I32, run: CoreTimeline) -> list[int]:
-    """Tasks of the chain that decides the step time, last first."""
-    tasks = problem.core.tasks
-    maker = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.out_ptr))
-    after = _next_on_device(problem, device, run)
-    before = {v: k for k, v in enumerate(after) if v >= 0}
-    arrival = {(int(x), int(e)): int(t) for x, _, e, _, _, t in run.transfers}
-    v = int(run.finish_ns.argmax())
-    chain = [v]
-    while True:
-        best, when = before.get(v, -1), -1
-        if best >= 0:
-            when = int(run.finish_ns[best])
-        for x in tasks.in_carrier[tasks.in_ptr[v] : tasks.in_ptr[v + 1]].tolist():
-            u = int(maker[x])
-            ready = arrival.get((x, int(device[v])), int(run.finish_ns[u]))
-            if ready > when:
-                best, when = u, ready
-        if best < 0 or tasks.is_source[best]:
-            return chain
-        v = best
-        chain.append(v)
-
-
 def refine_placement(
     annealer: Annealer, rng: np.random.Generator, devices: list[int], until: float, width: int
 ) -> None:
@@ -102,7 +70,7 @@ def refine_placement(
         if priority is None:
             priority = evaluate.kernel.priority(device)
         run = evaluate.kernel.trace(device, priority)
-        chain = critical_tasks(problem, device, run)
+        chain = critical_tasks(problem.core, device, run)
         for _ in range(8):
             if evaluate.exhausted:
                 break

@@ -56,7 +56,7 @@ class Search:
     restarts: int = 3
     coarse: int = 80
     fine: int = 1500
-    heat: float = 0.02
+    heat: float = 0.005
     exact: int = 4096
     start: Placement | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem import Placement, Problem
+from devplace.simulator.critical import critical_tasks, device_orders
 from devplace.simulator.kernel import SimulatorKernel, make_kernel
 from devplace.simulator.reference import CoreTimeline
 
@@ -52,6 +52,7 @@ class Timeline:
         busy_ns: Time each device spends on ops. `[D]`
         transfers: In the order of their requests.
         memory: Rows of time, device, bytes in use from then on. `[M, 3]`
+        task_devices, run: The same over tasks, as the simulator gave it.
     """
 
     problem: Problem
@@ -65,6 +66,8 @@ class Timeline:
     busy_ns: I64
     transfers: tuple[Transfer, ...]
     memory: I64
+    task_devices: I32
+    run: CoreTimeline
 
     @property
     def transfer_bytes(self) -> int:
@@ -95,10 +98,11 @@ class Timeline:
     def critical_path(self) -> list[int]:
         """Ops that decide the step's length, in time order.
 
-        Walks back from the op that ends last, each time to what made it wait: the op before it
-        on its device, or the input that came last (through a transfer or not).
+        See `critical_tasks`.
         """
-        return _critical_path(self)
+        core = self.problem.core
+        chain = critical_tasks(core, self.task_devices, self.run)
+        return [int(core.tasks.task_op[task]) for task in reversed(chain)]
 
 
 def simulate(
@@ -136,11 +140,8 @@ def expand(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:
     finish[owned] = run.finish_ns[tasks.op_task[owned]]
     start[owned] = finish[owned]
     start[tasks.task_op] = run.start_ns
-    work = np.flatnonzero(tasks.is_source == 0)
-    by_start = work[np.argsort(run.sequence[work], kind="stable")]
     order = tuple(
-        tuple(tasks.task_op[by_start[device[by_start] == d]].tolist())
-        for d in range(len(problem.machine.devices))
+        tuple(tasks.task_op[row].tolist()) for row in device_orders(problem.core, device, run)
     )
     transfers = tuple(
         Transfer(int(tasks.carrier_tensor[x]), d, e, request, begin, arrival)
@@ -158,45 +159,6 @@ def expand(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:
         busy_ns=run.busy_ns,
         transfers=transfers,
         memory=run.memory,
+        task_devices=device,
+        run=run,
     )
-
-
-def _critical_path(timeline: Timeline) -> list[int]:
-    problem, tasks = timeline.problem, timeline.problem.core.tasks
-    previous = _waited_for(timeline)
-    arrival = {(t.tensor, t.dst): t.arrival_ns for t in timeline.transfers}
-    producer = problem.graph.producer
-    work = [op for row in timeline.order for op in row]
-    if not work:
-        return []
-    op = max(work, key=lambda v: (int(timeline.finish_ns[v]), -v))
-    path = [op]
-    while True:
-        task = int(tasks.op_task[op])
-        best, when = previous.get(op, -1), -1
-        if best >= 0:
-            when = int(timeline.finish_ns[best])
-        for x in tasks.in_carrier[tasks.in_ptr[task] : tasks.in_ptr[task + 1]]:
-            tensor = int(tasks.carrier_tensor[x])
-            maker = int(tasks.task_op[tasks.op_task[producer[tensor]]])
-            ready = arrival.get((tensor, int(timeline.devices[op])), int(timeline.finish_ns[maker]))
-            if ready > when:
-                best, when = maker, ready
-        if best < 0 or problem.graph.ops[best].is_source:
-            return path[::-1]
-        op = best
-        path.append(op)
-
-
-def _waited_for(timeline: Timeline) -> dict[int, int]:
-    """Op -> the op of its device that ended last before it started."""
-    start, finish = timeline.start_ns, timeline.finish_ns
-    previous: dict[int, int] = {}
-    for row in timeline.order:
-        ended: list[tuple[int, int, int]] = []
-        for place, op in enumerate(row):
-            fitting = bisect.bisect_right(ended, (int(start[op]), place, 0))
-            if fitting:
-                previous[op] = ended[fitting - 1][2]
-            bisect.insort(ended, (int(finish[op]), place, op))
-    return previous
