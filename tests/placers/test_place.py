@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import random_problem
 
-from devplace.errors import InfeasibleError, ProblemError
-from devplace.placers import Budget, Cpu, Evaluator, Placer, Search, Single, place
+from devplace.errors import InfeasibleError, InputError, ProblemError
+from devplace.placers import Budget, Cpu, Evaluator, Placer, Random, Search, Single, place
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem, tiny_problems
@@ -152,3 +152,17 @@ def test_the_request_is_kept_in_the_plan() -> None:
         "exclude": [],
         "model": "layers",
     }
+
+
+def test_a_seed_must_be_a_whole_number_not_below_zero() -> None:
+    """A negative seed is refused in one line instead of failing inside numpy."""
+    with pytest.raises(InputError, match="seed"):
+        place(tiny_problems()[0].problem, Single(), "5ev", seed=-1)
+
+
+def test_progress_is_told_as_the_budget_is_spent() -> None:
+    """Parts rise to 1 and never leave 0 to 1."""
+    parts: list[float] = []
+    place(tiny_problems()[0].problem, Random(), "30ev", progress=parts.append)
+    assert parts == sorted(parts)
+    assert 0 < parts[0] <= parts[-1] == 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +137,8 @@ def plan(
     _check_output(output)
     session = open_session(request)
     bound = lower_bound(session.problem)
-    with _progress([placer_name], limits) as begin:
-        begin(placer_name)
-        result = _place(session, placer, limits, seed, bound)
+    with _progress([placer_name]) as begin:
+        result = _place(session, placer, limits, seed, bound, begin(placer_name))
     if output is not None and result.is_feasible:
         result.plan.save(output)
     return PlanOutcome(session, result, output)
@@ -155,14 +154,14 @@ def compare(
     session = open_session(request)
     bound = lower_bound(session.problem)
     rows: list[Result | Skipped] = []
-    with _progress([placer.name for placer in chosen], limits) as begin:
+    with _progress([placer.name for placer in chosen]) as begin:
         for placer in chosen:
-            begin(placer.name)
+            spent = begin(placer.name)
             reason = placer.supports(session.problem)
             if reason:
                 rows.append(Skipped(placer.name, reason))
             else:
-                rows.append(_place(session, placer, limits, seed, bound))
+                rows.append(_place(session, placer, limits, seed, bound, spent))
     outcome = CompareOutcome(session, rows, bound, output)
     if output is not None and outcome.best is not None:
         outcome.best.plan.save(output)
@@ -170,7 +169,12 @@ def compare(
 
 
 def _place(
-    session: Session, placer: Placer, budget: Budget, seed: int, bound: LowerBound
+    session: Session,
+    placer: Placer,
+    budget: Budget,
+    seed: int,
+    bound: LowerBound,
+    spent: Callable[[float], None] | None,
 ) -> Result:
     return placers.place(
         session.problem,
@@ -180,6 +184,7 @@ def _place(
         request=session.request.as_json(),
         allow_infeasible=True,
         bound=bound,
+        progress=spent,
     )
 
 
@@ -201,8 +206,9 @@ def _check_output(output: Path | None) -> None:
 
 
 @contextmanager
-def _progress(names: list[str], budget: Budget) -> Iterator[Any]:
-    """Which placer is at work, on stderr; silent when that is no terminal."""
+def _progress(names: list[str]) -> Iterator[Callable[[str], Callable[[float], None] | None]]:
+    """Which placer is at work and how much of its budget is spent, on stderr; silent when that is
+    no terminal. Gives a function from the next placer's name to its progress callback."""
     if not sys.stderr.isatty():
         yield lambda name: None
         return
@@ -211,10 +217,11 @@ def _progress(names: list[str], budget: Budget) -> Iterator[Any]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("planning", total=len(names))
+        bar = progress.add_task("planning", total=float(len(names)))
 
-        def begin(name: str) -> None:
+        def begin(name: str) -> Callable[[float], None]:
             done = names.index(name)
             progress.update(bar, completed=done, description=f"{name} ({done + 1}/{len(names)})")
+            return lambda part: progress.update(bar, completed=done + part)
 
         yield begin

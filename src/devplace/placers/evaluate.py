@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,14 @@ class Evaluator:
         history: (evaluations, seconds, step_ns) whenever a better feasible placement was found.
     """
 
-    def __init__(self, problem: Problem, budget: Budget, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        threads: int | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self._progress = progress
         self.problem = problem
         self.budget = budget
         self.kernel = make_kernel(problem.core)
@@ -130,6 +138,8 @@ class Evaluator:
         overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
         overflow[:count] += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
         self._remember(step[:count], overflow[:count])
+        if self._progress is not None:
+            self._progress(self.fraction_spent)
         return step, overflow
 
     def _remember(self, step: I64, overflow: I64) -> None:

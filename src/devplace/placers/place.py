@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from devplace.errors import InfeasibleError, ProblemError
+from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.placer import Placer
@@ -70,6 +71,7 @@ def place(
     request: dict[str, Any] | None = None,
     allow_infeasible: bool = False,
     bound: LowerBound | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Result:
     """Place `problem` with `placer`.
 
@@ -81,6 +83,7 @@ def place(
         request: How the problem came about (model, machine ...), kept in the plan.
         allow_infeasible: Return the best placement even if it breaks a memory limit.
         bound: Lower bounds, if already known.
+        progress: Called with the part of the budget spent so far, 0 to 1.
 
     Raises:
         InfeasibleError: Nothing within the memory limits was found; says what is missing where.
@@ -88,13 +91,15 @@ def place(
         InputError: A budget that is not positive.
     """
     budget = Budget.parse(budget)
+    if not isinstance(seed, int) or seed < 0:
+        raise InputError(f"A seed must be a whole number, 0 or more, got {seed!r}.")
     reason = placer.supports(problem)
     if reason:
         raise ProblemError(f"Placer {placer.name} cannot place this: {reason}. Choose another one.")
     bound = bound or lower_bound(problem)
     if bound.is_infeasible and not allow_infeasible:
         raise _no_room(problem, bound)
-    evaluate = Evaluator(problem, budget)
+    evaluate = Evaluator(problem, budget, progress=progress)
     placement = placer(problem, evaluate, np.random.default_rng(seed))
     seconds = evaluate.seconds
     broken = problem.violations(placement)

@@ -220,8 +220,12 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def machine_fingerprint(machine: Machine) -> str:
-    """Text that changes when devices, links or pools change; their order does not count."""
-    devices = sorted(msgspec.json.encode(device, order="sorted") for device in machine.devices)
+    """Text that changes when devices, links or pools change; their order does not count, nor what
+    other programs hold of a device at the moment (`reserve_bytes`)."""
+    devices = sorted(
+        msgspec.json.encode(msgspec.structs.replace(device, reserve_bytes=0), order="sorted")
+        for device in machine.devices
+    )
     links = sorted(msgspec.json.encode(link, order="sorted") for link in machine.links)
     pools = sorted(msgspec.json.encode(pool, order="sorted") for pool in machine.pools)
     return hashlib.sha256(b"\n".join([*devices, *links, *pools])).hexdigest()[:16]

@@ -7,7 +7,7 @@ the learning rate or on the step number enters as a 0-dim float64 tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,17 +33,20 @@ class UpdateRule:
         group: Index among the optimizer's param_groups.
         start: Steps already taken when the step was captured.
         options: Hyper-parameters at capture.
+        cohort: Which of the group's starting step counts this is, 0 for the smallest. Names carry
+            it instead of the count, so that a resumed step is the same graph.
     """
 
     kind: str
     group: int
     start: int
     options: Mapping[str, Any]
+    cohort: int = 0
 
     @property
     def prefix(self) -> str:
         """Start of the names of its scalars."""
-        return f"group{self.group}" + (f"@{self.start}" if self.start else "")
+        return f"group{self.group}" + (f"@{self.cohort}" if self.cohort else "")
 
     @property
     def state_slots(self) -> tuple[str, ...]:
@@ -270,7 +273,17 @@ def make_update(
                 raise CaptureError(f"Complex parameters are not supported: {name!r}. Freeze it.")
             start = _steps_taken(optimizer.state.get(param, {}))
             rules[name] = UpdateRule(kind, index, start, options)
-    return Update(type(optimizer).__name__, rules)
+    return Update(type(optimizer).__name__, _with_cohorts(rules))
+
+
+def _with_cohorts(rules: Mapping[str, UpdateRule]) -> dict[str, UpdateRule]:
+    starts: dict[int, set[int]] = {}
+    for rule in rules.values():
+        starts.setdefault(rule.group, set()).add(rule.start)
+    return {
+        name: replace(rule, cohort=sorted(starts[rule.group]).index(rule.start))
+        for name, rule in rules.items()
+    }
 
 
 def _steps_taken(state: Mapping[str, Any]) -> int:

@@ -1,0 +1,103 @@
+"""Plans made runnable: in the process that made them, from a file, and after a resume."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import devplace as dp
+from devplace.errors import InputError, PlanMismatchError
+
+BATCH = (torch.linspace(-1, 1, 24).reshape(4, 6).double(), torch.tensor([0, 1, 2, 1]))
+
+
+def loss_fn(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the batch."""
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+
+def make(width: int = 8) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A small seeded model in float64 with Adam."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)
+    ).double()
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def make_plan(model: Any, optimizer: Any, seed: int = 0) -> dp.Plan:
+    """A random placement on three logical CPU devices."""
+    graph = dp.capture(model, BATCH, loss_fn, optimizer)
+    machine = dp.load_machine("cpux3")
+    problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
+    return dp.place(problem, dp.placers.Random(), budget="8ev", seed=seed).plan
+
+
+def eager(model: Any, optimizer: Any, steps: int) -> None:
+    """Train as without devplace."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_fn(model, *BATCH).backward()
+        optimizer.step()
+
+
+def test_a_plan_in_memory_needs_only_the_model_and_the_optimizer() -> None:
+    """Three steps of it equal three eager ones."""
+    model, optimizer = make()
+    step = dp.compile(model, make_plan(model, optimizer), optimizer=optimizer)
+    for _ in range(3):
+        step(*BATCH)
+    step.sync()
+    step.close()
+    expected, expected_optimizer = make()
+    eager(expected, expected_optimizer, 3)
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_plan_from_a_file_runs_after_the_step_is_captured_again(tmp_path: Path) -> None:
+    """Without example inputs it is refused; with them it runs."""
+    model, optimizer = make()
+    make_plan(model, optimizer).save(tmp_path / "plan.json")
+    plan = dp.load_plan(tmp_path / "plan.json")
+    with pytest.raises(InputError, match="example_inputs"):
+        dp.compile(model, plan, optimizer=optimizer)
+    step = dp.compile(model, plan, optimizer=optimizer, example_inputs=BATCH, loss_fn=loss_fn)
+    assert float(step(*BATCH)) > float(step(*BATCH))
+    step.close()
+
+
+def test_a_plan_file_still_fits_when_training_is_resumed(tmp_path: Path) -> None:
+    """Steps the optimizer has made are no part of the graph: the plan made before the first step
+    runs on a loaded checkpoint, and goes on as eager training does."""
+    model, optimizer = make()
+    make_plan(model, optimizer).save(tmp_path / "plan.json")
+    eager(model, optimizer, 3)
+    expected, expected_optimizer = make()
+    eager(expected, expected_optimizer, 5)
+    resumed, resumed_optimizer = make()
+    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    plan = dp.load_plan(tmp_path / "plan.json")
+    step = dp.compile(
+        resumed, plan, optimizer=resumed_optimizer, example_inputs=BATCH, loss_fn=loss_fn
+    )
+    step(*BATCH)
+    step(*BATCH)
+    step.sync()
+    step.close()
+    for mine, theirs in zip(resumed.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_plan_for_another_width_is_refused() -> None:
+    """The message says that shapes differ."""
+    model, optimizer = make()
+    plan = make_plan(model, optimizer)
+    wider, other = make(width=9)
+    with pytest.raises(PlanMismatchError, match="differ"):
+        dp.compile(wider, plan, optimizer=other, graph=dp.capture(wider, BATCH, loss_fn, other))
