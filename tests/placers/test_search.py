@@ -12,6 +12,7 @@ from tests.strategies import random_graph, random_problem
 
 from devplace.cost import CostTable
 from devplace.errors import InfeasibleError
+from devplace.graph import Op, OpGraph, StepResult, Tensor
 from devplace.placers import Budget, Search, place
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
@@ -55,11 +56,32 @@ def test_memory_is_spread_over_devices_one_cannot_hold() -> None:
     assert result.step_ns == 126
 
 
-def test_the_same_seed_and_evaluations_give_the_same_plan() -> None:
-    """Plans are reproducible, whatever the number of threads."""
-    problem = random_problem(5, 40, 3)
-    plans = [place(problem, Search(), Budget(evaluations=700), seed=9).plan for _ in range(2)]
+@pytest.mark.parametrize(("num_ops", "evaluations"), [(40, 700), (1200, 150)])
+def test_the_same_seed_and_evaluations_give_the_same_plan(
+    num_ops: int, evaluations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are reproducible, whatever the number of cores (large problems use threads)."""
+    problem = random_problem(5, num_ops, 3)
+    plans = []
+    for cores in (1, 3):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        found = place(problem, Search(), f"{evaluations}ev", seed=9, allow_infeasible=True)
+        plans.append(found.plan)
     assert plans[0] == plans[1]
+
+
+def test_a_step_of_nothing_but_sources_is_placed() -> None:
+    """Two buffers that change places take no time and have no critical path to improve."""
+    tensors = tuple(Tensor(name, (4,), "float32", 16) for name in "ab")
+    ops = tuple(
+        Op(name, "source", outputs=(k,), stage="source", role="buffer")
+        for k, name in enumerate("ab")
+    )
+    swapped = (StepResult("a", 1, "buffer", 0), StepResult("b", 0, "buffer", 1))
+    machine = hand_machine({"gpu:0": 99, "gpu:1": 99})
+    costs = CostTable(np.zeros((2, 2), np.int64), "hand")
+    problem = Problem(OpGraph("swap", ops, tensors, swapped), machine, costs)
+    assert place(problem, Search(), "5000ev").step_ns == 0
 
 
 def test_more_budget_is_not_worse() -> None:

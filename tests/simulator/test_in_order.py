@@ -26,6 +26,8 @@ def test_a_simulated_order_gives_its_own_timeline(problem: Problem, seed: int) -
     assert fixed.order == free.order
     np.testing.assert_array_equal(fixed.start_ns, free.start_ns)
     np.testing.assert_array_equal(fixed.finish_ns, free.finish_ns)
+    np.testing.assert_array_equal(fixed.peak_bytes, free.peak_bytes)
+    assert fixed.transfers == free.transfers
 
 
 def test_an_op_waits_for_its_turn() -> None:

@@ -135,7 +135,7 @@ class Annealer:
             start: Device of each class. `[C]`
             devices: Devices to use.
             until: Part of the budget (0 to 1) at which to stop.
-            heat: First temperature, as a part of the step time; it falls to a tenth of 0.1 %.
+            heat: First temperature, as a part of the step time; it falls to exp(-6) of that.
             patience: Neighbours without improvement after which to stop.
 
         Returns:

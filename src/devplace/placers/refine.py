@@ -25,7 +25,6 @@ def realised_tails(problem: Problem, device: I32, run: CoreTimeline) -> I64:
     """
     tasks = problem.core.tasks
     length = (run.finish_ns - run.start_ns).tolist()
-    finish = run.finish_ns.tolist()
     after = [-1] * tasks.num_tasks
     for row in device_orders(problem.core, device, run):
         for first, second in pairwise(row):
@@ -48,7 +47,6 @@ def realised_tails(problem: Problem, device: I32, run: CoreTimeline) -> I64:
                     way += delay[carrier, where[reader]]
                 behind = max(behind, way)
         tail[v] = length[v] + behind
-    del finish
     return np.array(tail, np.int64)
 
 
@@ -71,6 +69,8 @@ def refine_placement(
             priority = evaluate.kernel.priority(device)
         run = evaluate.kernel.trace(device, priority)
         chain = critical_tasks(problem.core, device, run)
+        if not chain:  # nothing but sources
+            return
         for _ in range(8):
             if evaluate.exhausted:
                 break
