@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from devplace.errors import InputError, PlanError, PlanMismatchError
+from devplace.errors import InputError, PlanError
 from devplace.plan import Plan
 from devplace.problem import Problem
 
@@ -186,10 +186,7 @@ def reopen(plan: Plan, machine: str | None, *, with_values: bool = False) -> Ses
         PlanMismatchError: Model or machine has changed since.
     """
     session = open_session(Request.from_plan(plan, machine), with_values=with_values)
-    try:
-        plan.check(session.problem)
-    except PlanMismatchError:
-        raise
+    plan.check(session.problem)
     return session
 
 

@@ -27,7 +27,7 @@ def machine_list(as_json: bool) -> None:
     if simulator == "native":
         click.echo("Simulator: native.")
     else:
-        click.echo("Simulator: plain Python (the native one was not built; about 20x slower).")
+        click.echo("Simulator: plain Python (the native one was not built; about 200x slower).")
 
 
 def _devices_line(machine: Machine) -> str:

@@ -72,7 +72,7 @@ def make_kernel(core: Core) -> SimulatorKernel:
         return NativeKernel(native, core)
     if not _told:
         _told = True
-        _log.warning("native simulator not built: using the plain Python one, about 20x slower")
+        _log.warning("native simulator not built: using the plain Python one, about 200x slower")
     return ReferenceKernel(core)
 
 
