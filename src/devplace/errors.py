@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class DevplaceError(Exception):
     """Base of all devplace errors; `exit_code` is what the command line exits with."""
@@ -63,3 +65,17 @@ class ExecutionError(DevplaceError):
     """A step failed while it ran; the message names the op and its device."""
 
     exit_code = 1
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the closest of `known`, whatever its case, or an empty text.
+
+    Example:
+        >>> did_you_mean("H100x", ["h100x4", "v100x4"])
+        " Did you mean 'h100x4'?"
+    """
+    import difflib  # only mistakes need it
+
+    written = {word.lower(): word for word in known}
+    close = difflib.get_close_matches(str(name).lower(), written, n=1)
+    return f" Did you mean {written[close[0]]!r}?" if close else ""

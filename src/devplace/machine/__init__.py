@@ -8,7 +8,6 @@ from devplace.errors import MachineError
 from devplace.machine import presets, toml
 from devplace.machine.detect import detect
 from devplace.machine.machine import Device, Link, Machine, Pool, channels_of
-from devplace.machine.suggest import did_you_mean
 
 __all__ = [
     "Device",
@@ -17,7 +16,6 @@ __all__ = [
     "Pool",
     "channels_of",
     "detect",
-    "did_you_mean",
     "load_machine",
     "presets",
     "toml",

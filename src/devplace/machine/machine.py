@@ -8,8 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from devplace.errors import MachineError
-from devplace.machine.suggest import did_you_mean
+from devplace.errors import MachineError, did_you_mean
 
 DeviceKind = Literal["cpu", "gpu"]
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from devplace.errors import MachineError
+from devplace.errors import MachineError, did_you_mean
 from devplace.machine.machine import Device, Link, Machine, Pool
 from devplace.machine.quantity import (
     BANDWIDTHS,
@@ -20,7 +20,6 @@ from devplace.machine.quantity import (
     format_quantity,
     parse_quantity,
 )
-from devplace.machine.suggest import did_you_mean
 from devplace.machine.toml_lines import Place, field_lines
 
 Parser = Callable[[Any, str], Any]

@@ -41,8 +41,7 @@ def by_name(name: str) -> Placer:
     Raises:
         InputError: No such placer; says which there are.
     """
-    from devplace.errors import InputError
-    from devplace.machine import did_you_mean
+    from devplace.errors import InputError, did_you_mean
 
     known = {placer().name: placer for placer in ALL}
     if name not in known:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
-from devplace.errors import ProblemError
+from devplace.errors import ProblemError, did_you_mean
 from devplace.machine import Machine
 
 
@@ -20,8 +18,7 @@ def resolve_device(machine: Machine, name: str | int, where: str) -> str:
     same = [device for device in machine.device_names if device.split(":")[0] == text]
     if len(same) == 1:
         return same[0]
-    close = difflib.get_close_matches(text, machine.device_names, 1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    known = machine.device_names
     raise ProblemError(
-        f"Unknown device {name!r} in {where}.{hint} Known: {', '.join(machine.device_names)}."
+        f"Unknown device {name!r} in {where}.{did_you_mean(text, known)} Known: {', '.join(known)}."
     )

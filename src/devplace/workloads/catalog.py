@@ -10,14 +10,9 @@ import dataclasses
 import importlib
 from typing import Any
 
-from devplace.errors import InputError
+from devplace.errors import InputError, did_you_mean
 from devplace.workloads.user import load
-from devplace.workloads.workload import (
-    Workload,
-    check_batch,
-    check_size,
-    did_you_mean,
-)
+from devplace.workloads.workload import Workload, check_batch, check_size
 
 # name -> (module of this package, description); texts only, so that listing needs no torch.
 _CATALOG = {

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from devplace.errors import InputError
-from devplace.workloads.workload import Workload, check_batch, check_size, did_you_mean
+from devplace.errors import InputError, did_you_mean
+from devplace.workloads.workload import Workload, check_batch, check_size
 
 _KEYWORDS = ("size", "batch", "device")
 _RETURNS = "Return (model, inputs, loss_fn): a torch.nn.Module, a tuple of tensors, a function."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from devplace.errors import InputError
+from devplace.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +43,3 @@ def check_batch(batch: int | None) -> None:
         return
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch must be a positive number of samples, got {batch!r}.")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest known word, else an empty text."""
-    close = difflib.get_close_matches(str(word).lower(), list(known), n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from devplace.errors import MachineError
+from devplace.errors import MachineError, did_you_mean
 from devplace.machine.machine import Machine
 from devplace.machine.presets.families import (
     FAMILIES,
@@ -21,7 +21,6 @@ from devplace.machine.presets.families import (
     unequal_2,
     v100,
 )
-from devplace.machine.suggest import did_you_mean
 
 NAMES: tuple[str, ...] = (
     *(f"{family}x{n}" for family in FAMILIES if family != "cpu" for n in (1, 2, 4, 8)),
