@@ -128,6 +128,22 @@ def test_a_plan_runs_and_is_checked(folder: Path) -> None:
     assert {event["pid"] for event in events} >= {1, 2}
 
 
+def test_a_plan_is_explained(folder: Path) -> None:
+    """explain has a row per module and a map that covers every parameter; --html is one page."""
+    done = devplace("explain", "plan.json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "no plan can be below" in " ".join(done.stdout.split())
+    data = json.loads(devplace("explain", "plan.json", "--json", cwd=folder).stdout)
+    assert {"0", "2"} <= {row["module"] for row in data["modules"]}
+    placed = json.loads(devplace("explain", "plan.json", "--device-map", cwd=folder).stdout)
+    assert placed == data["device_map"]
+    assert set(placed.values()) <= {"cpu:0", "cpu:1"}
+    options = ("--machine", "cpux2", "--budget", "20ev", "--html", "page.html")
+    done = devplace("compare", "mlp.py:build", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "<canvas" in (folder / "page.html").read_text()
+
+
 def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     """With one device too small, its row says what lacks; nothing fitting anywhere is exit 3."""
     options = ("compare", "mlp.py:build", "--machine", "k40x2", "--placers", "single,even")

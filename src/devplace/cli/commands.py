@@ -13,6 +13,7 @@ import click
 from devplace import __version__
 
 if TYPE_CHECKING:
+    from devplace.cli.planning import Outputs
     from devplace.cli.session import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,6 +63,12 @@ def _problem_options(command: F) -> F:
     return command
 
 
+def _outputs(values: dict[str, Any]) -> Outputs:
+    from devplace.cli.planning import Outputs
+
+    return Outputs(values["output"], values["html"])
+
+
 def _request(values: dict[str, Any]) -> Request:
     from devplace.cli.session import Request
 
@@ -102,12 +109,13 @@ def machines(name: str | None, as_json: bool) -> None:
 @_problem_options
 @click.option("--placer", default="search", show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")
 def plan(**values: Any) -> None:
     """Plan one training step of MODEL (a workload, or file.py:function)."""
     from devplace.cli import planning
 
     outcome = planning.plan(
-        _request(values), values["placer"], values["budget"], values["seed"], values["output"]
+        _request(values), values["placer"], values["budget"], values["seed"], _outputs(values)
     )
     _show(outcome, values["as_json"])
 
@@ -116,14 +124,31 @@ def plan(**values: Any) -> None:
 @_problem_options
 @click.option("--placers", default="all", show_default=True, metavar="a,b,...|all")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best plan here.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")
 def compare(**values: Any) -> None:
     """Plan MODEL with several placers on the same budget, and compare them."""
     from devplace.cli import planning
 
     outcome = planning.compare(
-        _request(values), values["placers"], values["budget"], values["seed"], values["output"]
+        _request(values), values["placers"], values["budget"], values["seed"], _outputs(values)
     )
     _show(outcome, values["as_json"])
+
+
+@devplace.command()
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@click.option("--device-map", is_flag=True, help="Only the map of modules to devices, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
+def explain(plan_file: Path, machine: str | None, device_map: bool, as_json: bool) -> None:
+    """Say where PLAN puts each module and why, and what limits the step."""
+    from devplace.cli import running
+
+    outcome = running.explain(plan_file, machine)
+    if device_map:
+        _print_json(outcome.device_map)
+    else:
+        _show(outcome, as_json)
 
 
 @devplace.command()

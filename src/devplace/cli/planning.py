@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,46 @@ from devplace.simulator.bounds import LowerBound, lower_bound
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Files to write: the plan as JSON, and a page with the timeline."""
+
+    plan: Path | None = None
+    html: Path | None = None
+
+    def check(self) -> None:
+        """A path that cannot be written is told before the search, not after."""
+        for what, path in (("a plan", self.plan), ("a page", self.html)):
+            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+                raise InputError(
+                    f"Cannot write {what} to {path}: no such folder, or a folder itself."
+                )
+
+    def write(self, result: Result, rows: Sequence[Result | Skipped] = ()) -> None:
+        """Write what was asked for; a plan only if it fits."""
+        if self.plan is not None and result.is_feasible:
+            result.plan.save(self.plan)
+        if self.html is not None:
+            from devplace.report import save_html_report
+
+            save_html_report(self.html, result, rows)
+
+    def lines(self, result: Result) -> list[str]:
+        """What was written, in words."""
+        lines = []
+        if self.plan is not None and result.is_feasible:
+            lines.append(f"Plan of {result.placer} written to {self.plan}")
+        if self.html is not None:
+            lines.append(f"Page written to {self.html}")
+        return lines
+
+
+@dataclass(frozen=True)
 class PlanOutcome:
     """One plan."""
 
     session: Session
     result: Result
-    output: Path | None
+    outputs: Outputs
 
     @property
     def exit_code(self) -> int:
@@ -53,7 +87,9 @@ class PlanOutcome:
             "single_ns": best_single(self.session.problem).makespan_ns,
             "memory": memory_json(self.result.timeline),
             "notes": list(self.session.problem.notes),
-            "plan": str(self.output) if self.output and self.result.is_feasible else None,
+            "plan": str(self.outputs.plan)
+            if self.outputs.plan and self.result.is_feasible
+            else None,
         }
 
     def print(self) -> None:
@@ -66,8 +102,8 @@ class PlanOutcome:
         Console().print(memory_table(self.result.timeline))
         for note in self.session.problem.notes:
             click.echo(f"note: {note}")
-        if self.output and self.result.is_feasible:
-            click.echo(f"Plan written to {self.output}")
+        for line in self.outputs.lines(self.result):
+            click.echo(line)
 
 
 @dataclass(frozen=True)
@@ -77,7 +113,7 @@ class CompareOutcome:
     session: Session
     rows: list[Result | Skipped]
     bound: LowerBound
-    output: Path | None
+    outputs: Outputs
 
     @property
     def results(self) -> list[Result]:
@@ -125,32 +161,32 @@ class CompareOutcome:
             f"{graph.meta.get('device', 'cpu')}; {self.session.problem.costs.origin} costs"
         )
         console.print(comparison_table(self.rows, problem=self.session.problem, bound=self.bound))
-        if self.output and self.best is not None:
-            click.echo(f"Plan of {self.best.placer} written to {self.output}")
+        if self.best is not None:
+            for line in self.outputs.lines(self.best):
+                click.echo(line)
 
 
 def plan(
-    request: Request, placer_name: str, budget: str, seed: int, output: Path | None
+    request: Request, placer_name: str, budget: str, seed: int, outputs: Outputs
 ) -> PlanOutcome:
     """Plan with one placer."""
     placer, limits = placers.by_name(placer_name), Budget.parse(budget)
-    _check_output(output)
+    outputs.check()
     session = open_session(request)
     bound = lower_bound(session.problem)
     with _progress([placer_name]) as begin:
         result = _place(session, placer, limits, seed, bound, begin(placer_name))
-    if output is not None and result.is_feasible:
-        result.plan.save(output)
-    return PlanOutcome(session, result, output)
+    outputs.write(result)
+    return PlanOutcome(session, result, outputs)
 
 
 def compare(
-    request: Request, names: str, budget: str, seed: int, output: Path | None
+    request: Request, names: str, budget: str, seed: int, outputs: Outputs
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
     chosen = _choose(names)
     limits = Budget.parse(budget)
-    _check_output(output)
+    outputs.check()
     session = open_session(request)
     bound = lower_bound(session.problem)
     rows: list[Result | Skipped] = []
@@ -162,9 +198,9 @@ def compare(
                 rows.append(Skipped(placer.name, reason))
             else:
                 rows.append(_place(session, placer, limits, seed, bound, spent))
-    outcome = CompareOutcome(session, rows, bound, output)
-    if output is not None and outcome.best is not None:
-        outcome.best.plan.save(output)
+    outcome = CompareOutcome(session, rows, bound, outputs)
+    if outcome.best is not None:
+        outputs.write(outcome.best, rows)
     return outcome
 
 
@@ -195,14 +231,6 @@ def _choose(names: str) -> list[Placer]:
     if not wanted:
         raise InputError("--placers must name at least one placer, or be 'all'.")
     return [placers.by_name(name) for name in wanted]
-
-
-def _check_output(output: Path | None) -> None:
-    """A path that cannot be written is told before the search, not after."""
-    if output is None:
-        return
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        raise InputError(f"Cannot write a plan to {output}: no such folder, or a folder itself.")
 
 
 @contextmanager

@@ -169,6 +169,38 @@ def _load_measured(path: Path, plan: Plan) -> Any:
 
 
 @dataclass(frozen=True)
+class ExplainOutcome:
+    """Where a plan puts things and why."""
+
+    explanation: Any
+    device_map: dict[str, str]
+    exit_code: int = 0
+    complaint: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        found: dict[str, Any] = self.explanation.to_dict()
+        return {**found, "device_map": self.device_map}
+
+    def print(self) -> None:
+        """For people."""
+        from rich.console import Console
+
+        Console().print(self.explanation.table())
+        for line in self.explanation.lines():
+            click.echo(line)
+
+
+def explain(path: Path, machine: str | None) -> ExplainOutcome:
+    """Explain a plan."""
+    from devplace import report
+
+    plan = load_plan(path)
+    timeline = plan.timeline(reopen(plan, machine).problem)
+    return ExplainOutcome(report.explain(timeline), report.device_map(timeline))
+
+
+@dataclass(frozen=True)
 class TraceOutcome:
     """Where a trace was written."""
 

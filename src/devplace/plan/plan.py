@@ -17,7 +17,7 @@ from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Machine
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
-from devplace.simulator.in_order import first_cycle, simulate_in_order
+from devplace.simulator.in_order import simulate_in_order, waiting_ops
 
 FORMAT = "devplace plan"
 FORMAT_VERSION = 1
@@ -318,9 +318,10 @@ def _check_order(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             f"Every op must be in exactly one order: {name!r} is not. Make the plan again."
         )
-    stuck = first_cycle(problem, plan.order)
-    if stuck >= 0:
+    waiting = waiting_ops(problem, plan.order)
+    if waiting is not None:
+        consumer, producer = (plan.ops[op] for op in waiting)
         raise PlanError(
-            f"The order can never finish: {plan.ops[stuck]!r} waits for itself, because an op it "
-            f"needs comes later. Order every op after the ops it reads, or make the plan again."
+            f"The order can never finish: {consumer!r} waits for {producer!r}, which in turn waits "
+            f"for it. Order every op after the ops it reads, or make the plan again."
         )

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from devplace.errors import PlanError
 from devplace.graph import OpGraph
+from devplace.graph.waiting import waiting_pair
 
 
 def check_order(
@@ -32,14 +33,11 @@ def check_order(
     Complexity: O(V + E).
     """
     _check_placement(graph, device_of_op, order, device_names)
-    before: list[int] = [-1] * len(graph.ops)
-    for ops in order:
-        for first, second in pairwise(ops):
-            before[second] = first
-    stuck = _never_ready(order, before, dependencies)
-    if stuck:
-        producer, consumer = _find_waiting_pair(stuck, before, dependencies)
-        ahead = graph.ops[before[consumer]].name if before[consumer] >= 0 else ""
+    found = waiting_pair(dependencies, order)
+    if found is not None:
+        consumer, producer = found
+        pairs = (pair for ops in order for pair in pairwise(ops))
+        ahead = next((graph.ops[first].name for first, second in pairs if second == consumer), "")
         raise PlanError(
             f"The order can never finish: op {graph.ops[consumer].name!r} on "
             f"{device_names[device_of_op[consumer]]} waits for op {graph.ops[producer].name!r} on "
@@ -90,41 +88,3 @@ def _check_placement(
                 f"Op {record.name!r} is ordered {seen[op]} times, expected {expected}. "
                 "Sources and views are not ordered, every other op is ordered once."
             )
-
-
-def _never_ready(
-    order: Sequence[Sequence[int]], before: Sequence[int], dependencies: Sequence[Sequence[int]]
-) -> set[int]:
-    waits = {op: len(dependencies[op]) + (before[op] >= 0) for ops in order for op in ops}
-    users: dict[int, list[int]] = {}
-    for op in waits:
-        for need in [*dependencies[op], *([before[op]] if before[op] >= 0 else [])]:
-            users.setdefault(need, []).append(op)
-    ready = [op for op, count in waits.items() if count == 0]
-    while ready:
-        done = ready.pop()
-        del waits[done]
-        for user in users.get(done, ()):
-            waits[user] -= 1
-            if waits[user] == 0:
-                ready.append(user)
-    return set(waits)
-
-
-def _find_waiting_pair(
-    stuck: set[int], before: Sequence[int], dependencies: Sequence[Sequence[int]]
-) -> tuple[int, int]:
-    """A (producer, consumer) pair that lies on a cycle."""
-    op = min(stuck)
-    path: list[int] = []
-    position: dict[int, int] = {}
-    while op not in position:
-        position[op] = len(path)
-        path.append(op)
-        blocking = [need for need in dependencies[op] if need in stuck]
-        op = before[op] if before[op] in stuck and not blocking else blocking[0]
-    cycle = path[position[op] :]
-    for consumer, producer in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        if producer in dependencies[consumer]:
-            return producer, consumer
-    raise AssertionError("a cycle has at least one data dependency")

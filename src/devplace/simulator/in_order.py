@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.graph.waiting import waiting_pair
 from devplace.problem import Core, Placement, Problem, Tasks, Wires
 from devplace.simulator.kernel import make_kernel
 from devplace.simulator.timeline import Timeline, expand
@@ -30,7 +31,7 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
         placement: Device per op; its priorities decide only which of two transfers requested at
             the same instant is served first.
         order: Per device the indices of its ops; together with the data it must have no cycle
-            (`first_cycle`).
+            (`waiting_ops`).
     """
     device = problem.task_devices(placement)
     core, original = _chained(problem, order)
@@ -50,39 +51,26 @@ def _priority(problem: Problem, placement: Placement, device: I32) -> NDArray[np
     return np.array(placement.priority[problem.core.tasks.task_op], np.int64)
 
 
-def first_cycle(problem: Problem, order: Order) -> int:
-    """An op that can never start in this order, because it waits for itself; -1 if there is none.
-
-    Complexity: O(N + E).
-    """
+def waiting_ops(problem: Problem, order: Order) -> tuple[int, int] | None:
+    """Two ops that wait for each other in this order, as `waiting_pair` gives them; else None."""
     tasks = problem.core.tasks
-    after: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
-    missing = [0] * tasks.num_tasks
     maker = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.out_ptr))
-    for task in range(tasks.num_tasks):
-        for carrier in tasks.in_carrier[tasks.in_ptr[task] : tasks.in_ptr[task + 1]]:
-            after[maker[carrier]].append(task)
-            missing[task] += 1
-    for first, second in _turns(problem, order, all_devices=True):
-        after[first].append(second)
-        missing[second] += 1
-    ready = [task for task, count in enumerate(missing) if count == 0]
-    while ready:
-        for task in after[ready.pop()]:
-            missing[task] -= 1
-            if missing[task] == 0:
-                ready.append(task)
-    stuck = next((task for task, count in enumerate(missing) if count > 0), -1)
-    return int(tasks.task_op[stuck]) if stuck >= 0 else -1
+    reads = _rows(tasks.in_ptr, maker[tasks.in_carrier])
+    rows = [tasks.op_task[np.array(row, np.int64)].tolist() for row in order]
+    found = waiting_pair(reads, rows)
+    if found is None:
+        return None
+    consumer, producer = found
+    return int(tasks.task_op[consumer]), int(tasks.task_op[producer])
 
 
-def _turns(problem: Problem, order: Order, all_devices: bool) -> list[tuple[int, int]]:
-    """Pairs of tasks that follow each other on a device."""
+def _turns(problem: Problem, order: Order) -> list[tuple[int, int]]:
+    """Pairs of tasks that follow each other on a device with one stream."""
     task_of, streams = problem.core.tasks.op_task, problem.core.wires.streams
     return [
         (int(task_of[first]), int(task_of[second]))
         for d, row in enumerate(order)
-        if all_devices or streams[d] == 1
+        if streams[d] == 1
         for first, second in pairwise(row)
     ]
 
@@ -91,7 +79,7 @@ def _chained(problem: Problem, order: Order) -> tuple[Core, I32]:
     """The core with an empty tensor from each op to the next of its device; and the original
     carrier of each carrier (of the added ones: none, they never travel)."""
     tasks = problem.core.tasks
-    follower = dict(_turns(problem, order, all_devices=False))
+    follower = dict(_turns(problem, order))
     # every task gets one more carrier, read by its follower if it has one, in one more storage
     count = tasks.num_tasks
     shift_carrier, shift_storage = np.arange(count + 1), np.arange(count + 1)
@@ -145,7 +133,7 @@ def _wider(wires: Wires, ends: I32) -> Wires:
     )
 
 
-def _rows(ptr: I32, flat: I32) -> list[list[int]]:
+def _rows(ptr: I32, flat: Ids) -> list[list[int]]:
     return [flat[a:b].tolist() for a, b in pairwise(ptr.tolist())]
 
 
