@@ -13,10 +13,10 @@ from devplace.errors import VerificationError
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call
 from devplace.run.copies import clone_tensor
-from devplace.run.cpu import CpuExecutor
+from devplace.run.executors import Executor, make_executor, runs_on_cuda
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
-from devplace.run.schedule import make_schedule
+from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState, invent
 from devplace.run.unplaced import run_unplaced
 
@@ -114,9 +114,9 @@ def check(
         PlanError: The order is incomplete or can never finish.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    pair = _Pair(graph, model, optimizer, seed)
+    pair = _Pair(graph, model, optimizer, seed, _reference_device(schedule))
     batch = _real_inputs(bind_inputs(graph, *as_call(inputs, kwargs)), seed)
-    executor = CpuExecutor(schedule, seed, copy)
+    executor = make_executor(schedule, seed, copy)
     try:
         done, errors = pair.compare_steps(executor, batch, steps)
     finally:
@@ -129,17 +129,20 @@ def check(
 class _Pair:
     """The placed and the unplaced step, each continuing from its own results."""
 
-    def __init__(self, graph: OpGraph, model: Any, optimizer: Any, seed: int) -> None:
+    def __init__(
+        self, graph: OpGraph, model: Any, optimizer: Any, seed: int, device: str = "cpu"
+    ) -> None:
         state = ModelState(graph, model, optimizer, invent_seed=seed)
         self._graph = graph
         self._seed = seed
         self._groups = None if optimizer is None else optimizer.param_groups
         self._since_capture = state.steps_since_capture()
         self._before_capture = state.steps_before_capture
-        self._sources = state.read()
+        self._device = device
+        self._sources = self._moved(state.read())
 
     def compare_steps(
-        self, executor: CpuExecutor, batch: dict[int, Any], steps: int
+        self, executor: Executor, batch: dict[int, Any], steps: int
     ) -> tuple[int, list[TensorError]]:
         """Steps done, and the largest error of every result over them; ends when one is wrong."""
         errors: list[TensorError] = []
@@ -156,7 +159,7 @@ class _Pair:
                 return step, errors
         return steps, errors
 
-    def _run_placed(self, executor: CpuExecutor, given: dict[int, Any], number: int) -> list[Any]:
+    def _run_placed(self, executor: Executor, given: dict[int, Any], number: int) -> list[Any]:
         for op, value in given.items():
             executor.put(op, value)
         kept = executor.step(number).results
@@ -166,13 +169,18 @@ class _Pair:
         ]
 
     def _run_unplaced(self, given: dict[int, Any], number: int) -> list[Any]:
-        self._sources.update(given)
+        self._sources.update(self._moved(given))
         with _one_thread():
-            expected = run_unplaced(self._graph, self._sources, self._seed, number)
+            expected = run_unplaced(self._graph, self._sources, self._seed, number, self._device)
         for result, value in zip(self._graph.results, expected, strict=True):
             if result.replaces >= 0:
                 self._sources[result.replaces] = value
         return expected
+
+    def _moved(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        if self._device == "cpu":
+            return dict(values)
+        return {op: value.to(self._device) for op, value in values.items()}
 
 
 def compare(
@@ -265,6 +273,14 @@ def _real_inputs(batch: dict[int, Any], seed: int) -> dict[int, Any]:
         op: invent(value, "input", seed + op) if value.is_meta else value
         for op, value in batch.items()
     }
+
+
+def _reference_device(schedule: Schedule) -> str:
+    """Where the unplaced step runs: on the first device with ops, or the CPU."""
+    if not runs_on_cuda(schedule):
+        return "cpu"
+    names = zip(schedule.device_names, schedule.instructions, strict=True)
+    return next(name for name, some in names if some)
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class _Generator:
         held = self._schedule.holders
         sources = tuple(op for op, devices in held.items() if self._device in devices)
         self._slot = {op: slot for slot, op in enumerate(sources)}
-        dead_after = self._last_uses(instructions)
+        dead_after = last_uses(self._schedule, self._device)
         lines = ["def run(src, post, receive, stop, seed, step, gen, rec):"]
         instruction_at = {}
         for index, instruction in enumerate(instructions):
@@ -102,19 +102,6 @@ class _Generator:
         source = "\n".join(lines) + "\n"
         exec(compile(source, FILE_NAME, "exec"), self._globals)
         return DeviceCode(self._globals["run"], sources, instruction_at, source)
-
-    def _last_uses(self, instructions: tuple[Instruction, ...]) -> dict[int, list[Any]]:
-        last: dict[Any, int] = {}
-        for index, (kind, node, _) in enumerate(instructions):
-            last[node] = index
-            if kind == "call":
-                last.update((arg, index) for arg in node.all_input_nodes)
-        for _, node in self._schedule.results[self._device]:
-            last.pop(node, None)
-        dead: dict[int, list[Any]] = {}
-        for node, index in last.items():
-            dead.setdefault(index, []).append(node)
-        return dead
 
     def _name(self, node: Any) -> str:
         return self._names.setdefault(node, f"v{len(self._names)}")
@@ -173,6 +160,21 @@ class _Generator:
         name = self._global_of.setdefault(id(value), f"g{len(self._global_of)}")
         self._globals[name] = value
         return name
+
+
+def last_uses(schedule: Schedule, device: int) -> dict[int, list[Any]]:
+    """Index of an instruction of a device -> FX nodes whose values nothing there needs after it."""
+    last: dict[Any, int] = {}
+    for index, (kind, node, _) in enumerate(schedule.instructions[device]):
+        last[node] = index
+        if kind == "call":
+            last.update((arg, index) for arg in node.all_input_nodes)
+    for _, node in schedule.results[device]:
+        last.pop(node, None)
+    dead: dict[int, list[Any]] = {}
+    for node, index in last.items():
+        dead.setdefault(index, []).append(node)
+    return dead
 
 
 def run_device(_captured: Any) -> Any:

@@ -11,7 +11,8 @@ from devplace.errors import PlanMismatchError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
 from devplace.run.copies import clone_tensor
-from devplace.run.cpu import CpuExecutor, StepOutcome
+from devplace.run.cpu import StepOutcome
+from devplace.run.executors import Executor, make_executor
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
 from devplace.run.schedule import make_schedule
@@ -32,7 +33,7 @@ def compile_step(
     keeps_old_state: bool = True,
     invent_seed: int | None = None,
 ) -> Step:
-    """Make a placed step callable on logical CPU devices.
+    """Make a placed step callable on logical CPU devices, or on CUDA devices if these are named.
 
     Parameters, buffers and optimizer state are copied to their devices once; the model is not
     touched until `Step.sync`.
@@ -57,7 +58,7 @@ def compile_step(
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    executor = CpuExecutor(schedule, seed, copy, keeps_old_state)
+    executor = make_executor(schedule, seed, copy, keeps_old_state)
     return Step(model, optimizer, graph, executor, invent_seed)
 
 
@@ -75,7 +76,7 @@ class Step:
         model: Any,
         optimizer: Any,
         graph: OpGraph,
-        executor: CpuExecutor,
+        executor: Executor,
         invent_seed: int | None = None,
     ) -> None:
         self.executor = executor

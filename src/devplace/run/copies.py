@@ -11,7 +11,7 @@ from devplace.run.schedule import Transfer
 
 
 def clone_tensor(value: Any, _transfer: Transfer | None = None) -> Any:
-    """Copy a tensor to another logical device.
+    """Copy a tensor to another logical device, or within its own.
 
     Kernels pick vectorised or strided loops, whose results can differ in the last bit, by whether
     dimensions are dense. A dense tensor keeps its strides. In one with gaps (a column, a chunk of
@@ -23,7 +23,7 @@ def clone_tensor(value: Any, _transfer: Transfer | None = None) -> Any:
     strides = shrunk_strides(value.shape, value.stride())
     if strides is None:
         return value.clone()
-    copied = torch.empty_strided(value.shape, strides, dtype=value.dtype)
+    copied = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     repeated = [d for d, stride in enumerate(strides) if stride == 0]
     source, target = value, copied
     for dim in repeated:

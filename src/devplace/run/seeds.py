@@ -41,12 +41,13 @@ def call_with_default_generator(
     seed: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    generator: Any = None,
 ) -> Any:
-    """Call an op that can only draw from torch's default CPU generator.
+    """Call an op that can only draw from a default generator of torch, the CPU's if none is given.
 
     The generator is seeded for the call and put back afterwards, under a lock.
     """
-    generator = torch.default_generator
+    generator = torch.default_generator if generator is None else generator
     with _default_generator_lock:
         before = generator.get_state()
         try:

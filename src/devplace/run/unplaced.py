@@ -14,7 +14,9 @@ from devplace.graph import OpGraph
 from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
 
 
-def run_unplaced(graph: OpGraph, sources: Mapping[int, Any], seed: int, step: int) -> list[Any]:
+def run_unplaced(
+    graph: OpGraph, sources: Mapping[int, Any], seed: int, step: int, device: str = "cpu"
+) -> list[Any]:
     """Run the captured step node by node.
 
     Args:
@@ -22,6 +24,7 @@ def run_unplaced(graph: OpGraph, sources: Mapping[int, Any], seed: int, step: in
         sources: Value of every source op.
         seed: Seed of the random ops.
         step: 1-based number of the step.
+        device: torch device that the sources are on.
 
     Returns:
         One value per result of the graph.
@@ -31,18 +34,25 @@ def run_unplaced(graph: OpGraph, sources: Mapping[int, Any], seed: int, step: in
     position = {name: k for k, name in enumerate(program.random_ops)}
     waiting = {node: len(node.users) for node in program.module.graph.nodes}
     values: dict[Any, Any] = {}
+    place = torch.device(device)
+
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return values[arg]
+        return place if isinstance(arg, torch.device) else arg
+
     with torch.no_grad():
         for node in program.module.graph.nodes:
             if node.op == "placeholder":
                 values[node] = sources[next(bindings).op]
                 continue
-            args = torch.fx.node.map_arg(node.args, values.__getitem__)
+            args = torch.fx.node.map_aggregate(node.args, argument)
             if node.op == "output":
                 return list(args[0])
-            kwargs = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
+            kwargs = dict(torch.fx.node.map_aggregate(node.kwargs, argument))
             if node.name in position:
                 drawn_with = op_seed(seed, step, position[node.name])
-                values[node] = _draw(node.target, drawn_with, args, kwargs)
+                values[node] = _draw(node.target, drawn_with, args, kwargs, place)
             else:
                 values[node] = node.target(*args, **kwargs)
             for arg in node.all_input_nodes:
@@ -52,7 +62,10 @@ def run_unplaced(graph: OpGraph, sources: Mapping[int, Any], seed: int, step: in
     raise AssertionError("an FX graph ends with its output")
 
 
-def _draw(target: Any, seed: int, args: Any, kwargs: dict[str, Any]) -> Any:
+def _draw(target: Any, seed: int, args: Any, kwargs: dict[str, Any], device: Any) -> Any:
     if takes_generator(target):
-        return target(*args, **kwargs, generator=torch.Generator().manual_seed(seed))
-    return call_with_default_generator(target, seed, args, kwargs)
+        return target(*args, **kwargs, generator=torch.Generator(device).manual_seed(seed))
+    default = torch.default_generator
+    if device.type == "cuda":
+        default = torch.cuda.default_generators[device.index]
+    return call_with_default_generator(target, seed, args, kwargs, default)

@@ -1,0 +1,102 @@
+"""A GPU of a plan: its streams, its flags, and the values it holds between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from devplace.run.copies import shrunk_strides
+
+FLAG_STRIDE = 32  # int32 words: flags lie 128 bytes apart, in cache lines of their own
+
+
+class CudaDevice:
+    """What the executor holds of one GPU.
+
+    Attributes:
+        index: Its index in the schedule.
+        torch_device: Its torch device.
+        main: Stream of its ops.
+        buffers: Source op -> its value between steps; the address stays.
+    """
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
+        self.torch_device = torch.device(name)
+        self.main = torch.cuda.Stream(self.torch_device)
+        self.buffers: dict[int, Any] = {}
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this device and its stream the current ones."""
+        with torch.cuda.stream(self.main):
+            yield
+
+    def put(self, op: int, value: Any) -> None:
+        """Copy a value into the buffer of a source op, behind all work so far."""
+        value = value.detach()
+        if value.is_cuda:
+            self.main.wait_stream(torch.cuda.current_stream(value.device))
+        with self.current():
+            if op not in self.buffers:
+                self.buffers[op] = _empty_for(value, self.torch_device)
+            # Pinned memory is read later, when its owner may have changed it.
+            is_pinned = value.device.type == "cpu" and value.is_pinned()
+            self.buffers[op].copy_(value, non_blocking=not is_pinned)
+            if value.device == self.torch_device:
+                value.record_stream(self.main)
+
+    def hand_over(self, value: Any) -> Any:
+        """A value of this device's stream, made safe to use on the caller's."""
+        users = torch.cuda.current_stream(self.torch_device)
+        users.wait_stream(self.main)
+        value.record_stream(users)
+        return value
+
+    def synchronize(self) -> None:
+        """Wait for everything started here."""
+        self.main.synchronize()
+
+
+class Flags:
+    """Arrival flags and step counter of one receiver.
+
+    Attributes:
+        epoch: Steps begun, int32 `[1]`; the device's own graph counts it up.
+        error: 1 + the transfer that did not come in time, or 0; int32 `[1]`.
+        host_error: Copy of `error` in pinned host memory, as of the last step.
+    """
+
+    def __init__(self, transfers: list[int], torch_device: Any) -> None:
+        self._slot = {transfer: k for k, transfer in enumerate(transfers)}
+        count = max(1, len(transfers)) * FLAG_STRIDE
+        self._all = torch.zeros(count, dtype=torch.int32, device=torch_device)
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=torch_device)
+        self.error = torch.zeros(1, dtype=torch.int32, device=torch_device)
+        self.host_error = torch.zeros(1, dtype=torch.int32).pin_memory()
+
+    def flag(self, transfer: int) -> Any:
+        """The counter of a transfer."""
+        at = self._slot[transfer] * FLAG_STRIDE
+        return self._all[at : at + 1]
+
+    def reset(self) -> None:
+        """As new; nothing may be running."""
+        for tensor in (self._all, self.epoch, self.error, self.host_error):
+            tensor.zero_()
+
+
+def empty_like_layout(like: Any, torch_device: Any) -> Any:
+    """Uninitialised tensor on another device with the same shape, strides and dtype."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=torch_device)
+
+
+def _empty_for(value: Any, torch_device: Any) -> Any:
+    """Uninitialised tensor that keeps the kind of memory layout of a value."""
+    strides = shrunk_strides(value.shape, value.stride())
+    if strides is None or 0 in strides:
+        return torch.empty(value.shape, dtype=value.dtype, device=torch_device)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=torch_device)

@@ -1,0 +1,110 @@
+"""A step without CUDA graphs: one host thread starts every op and copy, streams keep the order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from devplace.run.copies import clone_tensor
+from devplace.run.cuda.device import CudaDevice, empty_like_layout
+from devplace.run.cuda.device_pass import DevicePass
+from devplace.run.cuda.push import words_of
+from devplace.run.cuda.random import RandomOps
+from devplace.run.linear import Place
+from devplace.run.schedule import Schedule
+
+
+class EagerRunner:
+    """Runs steps op by op, for steps that no CUDA graph can hold, and to learn layouts.
+
+    Args:
+        schedule: What every device does.
+        devices: The GPUs that do something, by index.
+        random: Their random ops.
+        order: All instructions, of `linear_order`.
+    """
+
+    mode = "eager"
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        devices: Mapping[int, CudaDevice],
+        random: Mapping[int, RandomOps],
+        order: list[Place],
+    ) -> None:
+        self._schedule = schedule
+        self._devices = devices
+        self._random = random
+        self._order = order
+        self.layouts: dict[int, Any] = {}
+
+    def run(self, number: int) -> dict[int, Any]:
+        """Run a step and take over its state; gives the results that replace nothing."""
+        graph, kept = self._schedule.graph, {}
+        for index, found in self.compute(number).items():
+            device = self._devices[index]
+            with device.current():
+                for result, value in found:
+                    source = graph.results[result].replaces
+                    if source < 0:
+                        kept[result] = (device, value)
+                    elif device.buffers[source] is not value:
+                        device.buffers[source].copy_(value)
+        return {result: device.hand_over(value) for result, (device, value) in kept.items()}
+
+    def compute(self, number: int) -> dict[int, list[tuple[int, Any]]]:
+        """Run a step and leave the state as it is; gives each device's results."""
+        carrier = _Copies(self._schedule, self._devices, self.layouts)
+        passes = {}
+        for index, device in self._devices.items():
+            self._random[index].start_step(number)
+            passes[index] = DevicePass(
+                self._schedule,
+                index,
+                device.torch_device,
+                device.buffers,
+                carrier,
+                self._random[index],
+            )
+        for index, instruction in self._order:
+            with self._devices[index].current():
+                passes[index].run(instruction)
+        results = {}
+        for index, device in self._devices.items():
+            with device.current():
+                results[index] = passes[index].results()
+        return results
+
+    def failed_transfer(self) -> int | None:
+        """Copies by stream order always come."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Copies:
+    """Copies made when they are sent; torch orders them among the two main streams."""
+
+    def __init__(
+        self, schedule: Schedule, devices: Mapping[int, CudaDevice], layouts: dict[int, Any]
+    ) -> None:
+        self._schedule = schedule
+        self._devices = devices
+        self._layouts = layouts
+        self._arrived: dict[int, Any] = {}
+
+    def send(self, transfer: int, value: Any) -> None:
+        receiver = self._devices[self._schedule.transfers[transfer].dst]
+        sender = self._devices[self._schedule.transfers[transfer].src]
+        dense = clone_tensor(value)
+        with receiver.current():
+            buffer = empty_like_layout(dense, receiver.torch_device)
+            with sender.current():
+                words_of(buffer).copy_(words_of(dense), non_blocking=True)
+        self._layouts.setdefault(transfer, empty_like_layout(buffer, "meta"))
+        self._arrived[transfer] = buffer
+
+    def receive(self, transfer: int) -> Any:
+        return self._arrived.pop(transfer)

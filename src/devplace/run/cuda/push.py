@@ -1,0 +1,115 @@
+"""One tensor into a buffer on another GPU, with a flag there that says it has come."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from devplace.errors import ExecutionError
+
+# Blocks of a push kernel; more take multiprocessors away from the ops.
+MOST_BLOCKS = 32
+# From this size on the copy engine is as fast, and leaves the multiprocessors to the ops.
+COPY_ENGINE_BYTES = 16 * 2**20
+
+Push = Callable[[Any, Any, Any], int]
+
+
+def push(source: Any, buffer: Any, flag: Any) -> int:
+    """Carry `source` into `buffer` on the current stream of the sender, then raise `flag`.
+
+    Args:
+        source: Tensor on the sender, laid out like the buffer.
+        buffer: Tensor on the receiver.
+        flag: int32 counter on the receiver.
+
+    Returns:
+        How much the flag grows by.
+    """
+    if num_span_bytes(buffer) >= COPY_ENGINE_BYTES:
+        return push_by_engine(source, buffer, flag)
+    return push_by_kernel(source, buffer, flag)
+
+
+def push_by_kernel(source: Any, buffer: Any, flag: Any, most_blocks: int = MOST_BLOCKS) -> int:
+    """As `push`, by a kernel that stores into peer memory."""
+    from devplace.run.cuda import kernels
+
+    words, target = words_of(source), words_of(buffer)
+    if words.dtype != target.dtype:
+        words, target = words.view(torch.uint8), target.view(torch.uint8)
+    count = int(words.numel())
+    pieces = -(-count // kernels.BLOCK)
+    rounds = -(-pieces // most_blocks)
+    blocks = -(-pieces // rounds)
+    kernels.push_kernel[(blocks,)](
+        words, target, flag, count, rounds, BLOCK=kernels.BLOCK, num_warps=kernels.WARPS
+    )
+    return blocks
+
+
+def push_by_engine(source: Any, buffer: Any, flag: Any) -> int:
+    """As `push`, by the copy engine."""
+    from devplace.run.cuda import kernels
+
+    stream = torch.cuda.current_stream(source.device).cuda_stream
+    status = _driver().cuMemcpyAsync(
+        ctypes.c_uint64(buffer.data_ptr()),
+        ctypes.c_uint64(source.data_ptr()),
+        ctypes.c_size_t(num_span_bytes(buffer)),
+        ctypes.c_void_p(stream),
+    )
+    if status != 0:
+        raise ExecutionError(
+            f"A copy of {num_span_bytes(buffer)} bytes from {source.device} to {buffer.device} "
+            f"was refused by the driver (CUDA error {status}). Check peer access between them."
+        )
+    kernels.signal_kernel[(1,)](flag, num_warps=1)
+    return 1
+
+
+def wait(flag: Any, epoch: Any, blocks: int, error: Any, code: int, limit_ns: int) -> None:
+    """Spin on the current stream until `flag` has come to `epoch * blocks`.
+
+    After `limit_ns`, or once `error` is set, it goes on all the same and leaves `code` in `error`.
+    """
+    from devplace.run.cuda import kernels
+
+    kernels.wait_kernel[(1,)](flag, epoch, blocks, error, code, limit_ns, num_warps=1)
+
+
+def same_layout(value: Any, buffer: Any) -> bool:
+    """Whether a tensor's elements lie as in the buffer, dimensions of size 1 aside."""
+    pairs = zip(value.shape, value.stride(), buffer.stride(), strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+
+
+def num_span_elements(tensor: Any) -> int:
+    """Elements of storage from the first to the last one of a tensor, gaps counted."""
+    if tensor.numel() == 0:
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum(int(size - 1) * int(stride) for size, stride in pairs)
+
+
+def num_span_bytes(tensor: Any) -> int:
+    """Bytes of storage from the first to the last element of a tensor, gaps counted."""
+    return num_span_elements(tensor) * int(tensor.element_size())
+
+
+def words_of(tensor: Any) -> Any:
+    """The tensor's stretch of storage as int32 words, or as bytes if it does not divide."""
+    span = torch.as_strided(tensor, (num_span_elements(tensor),), (1,), tensor.storage_offset())
+    num_bytes = span.numel() * span.element_size()
+    if num_bytes % 4 == 0 and span.data_ptr() % 4 == 0 and span.element_size() != 1:
+        return span.view(torch.int32)
+    return span.view(torch.uint8)
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

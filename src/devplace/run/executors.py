@@ -1,0 +1,66 @@
+"""Which executor runs a schedule."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from devplace.run.copies import clone_tensor
+from devplace.run.cpu import CpuExecutor, StepOutcome
+from devplace.run.mailbox import CopyFunction
+from devplace.run.schedule import Schedule
+
+
+class Executor(Protocol):
+    """Runs a schedule and keeps parameters, buffers and state between steps."""
+
+    schedule: Schedule
+
+    def put(self, op: int, value: Any) -> None:
+        """Give a source op its value."""
+        ...
+
+    def get(self, op: int) -> Any:
+        """The present value of a source op."""
+        ...
+
+    def step(self, number: int, is_timed: bool = False) -> StepOutcome:
+        """Run one step."""
+        ...
+
+    def close(self) -> None:
+        """Free what is held."""
+        ...
+
+
+def make_executor(
+    schedule: Schedule,
+    seed: int = 0,
+    copy: CopyFunction = clone_tensor,
+    keeps_old_state: bool = True,
+) -> Executor:
+    """The executor for the devices that have something to do.
+
+    Args:
+        schedule: What every device does.
+        seed: Seed of the random ops.
+        copy: Makes copies between logical CPU devices.
+        keeps_old_state: Of logical CPU devices; GPUs never keep it.
+
+    Raises:
+        InputError: CUDA devices that are not there, or mixed with CPU devices.
+    """
+    if not runs_on_cuda(schedule):
+        return CpuExecutor(schedule, seed, copy, keeps_old_state)
+    from devplace.run.cuda import CudaExecutor
+
+    return CudaExecutor(schedule, seed)
+
+
+def runs_on_cuda(schedule: Schedule) -> bool:
+    """Whether any op is on a CUDA device of this computer."""
+    names = zip(schedule.device_names, schedule.instructions, strict=True)
+    if not any(some and name.startswith("cuda") for name, some in names):
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,117 @@
+"""All instructions of a step in one line, and the pushes that must end before a wait may begin."""
+
+from __future__ import annotations
+
+import operator
+
+from devplace.errors import PlanError
+from devplace.run.schedule import Instruction, Schedule
+
+# Rough times of a data-centre GPU. They only choose among orders that are all right.
+OP_NS = 3_000
+BYTES_PER_NS = 2_000
+FLOPS_PER_NS = 200_000
+TRANSFER_NS = 8_000
+LINK_BYTES_PER_NS = 250
+
+Place = tuple[int, int]
+
+
+def linear_order(schedule: Schedule) -> list[Place]:
+    """Every instruction once, as (device, index), about as they will happen.
+
+    A device's instructions keep their order, and a tensor is received after it was sent; so a
+    single thread can run them one after another.
+
+    Raises:
+        PlanError: The devices wait for each other.
+
+    Complexity: O(I D) for I instructions on D devices.
+    """
+    clock = [0] * len(schedule.instructions)
+    done = [0] * len(schedule.instructions)
+    arrival: dict[int, int] = {}
+    order: list[Place] = []
+    for _ in range(sum(map(len, schedule.instructions))):
+        found = min(_candidates(schedule, clock, done, arrival), default=None)
+        if found is None:
+            raise PlanError("The devices wait for each other's tensors. Make the plan again.")
+        start, device = found
+        instruction = schedule.instructions[device][done[device]]
+        order.append((device, done[device]))
+        done[device] += 1
+        clock[device] = start + _duration_ns(schedule, instruction)
+        if instruction.kind == "send":
+            num_bytes = schedule.transfers[instruction.transfer].num_bytes
+            arrival[instruction.transfer] = start + TRANSFER_NS + num_bytes // LINK_BYTES_PER_NS
+    return order
+
+
+def _candidates(
+    schedule: Schedule, clock: list[int], done: list[int], arrival: dict[int, int]
+) -> list[tuple[int, int]]:
+    """(start, device) of the next instruction of every device that need not wait for a sender."""
+    found = []
+    for device, instructions in enumerate(schedule.instructions):
+        if done[device] < len(instructions):
+            kind, _, transfer = instructions[done[device]]
+            if kind != "receive":
+                found.append((clock[device], device))
+            elif transfer in arrival:
+                found.append((max(clock[device], arrival[transfer]), device))
+    return found
+
+
+def _duration_ns(schedule: Schedule, instruction: Instruction) -> int:
+    kind, node, _ = instruction
+    if kind != "call" or node.target is operator.getitem:
+        return 0
+    op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
+    if op.is_view:
+        return 0
+    moved = int(op.bytes_read + op.bytes_written)
+    return OP_NS + moved // BYTES_PER_NS + int(op.flops) // FLOPS_PER_NS
+
+
+def joined_before(schedule: Schedule, order: list[Place]) -> dict[int, tuple[int, ...]]:
+    """For every transfer, the sends of its receiver that must be over before it is waited for.
+
+    A device pushes tensors on streams beside its ops and spins where it waits for one. Nothing
+    promises that a push runs while a wait of the same device spins, so a push that another device
+    needs to get on must be over before. Those are the earlier sends whose receives come first in
+    `order`. They suffice: of all waits that spin, take the first in `order`. Its push stands on a
+    device that spins at a later wait (in `order`). If the push came after that wait, the wait
+    would come first in `order` too; as it came before, the wait began only after it was over. So
+    the first wait ends, and by induction all do.
+
+    Args:
+        schedule: What every device does.
+        order: Of `linear_order`.
+
+    Returns:
+        Transfer -> sends to join, the last one per destination; earlier ones to it are over too.
+    """
+    position = {
+        schedule.instructions[device][index].transfer: place
+        for place, (device, index) in enumerate(order)
+        if schedule.instructions[device][index].kind == "receive"
+    }
+    joins: dict[int, tuple[int, ...]] = {}
+    for instructions in schedule.instructions:
+        pending: dict[int, list[int]] = {}
+        for kind, _, transfer in instructions:
+            if kind == "send":
+                pending.setdefault(schedule.transfers[transfer].dst, []).append(transfer)
+            elif kind == "receive":
+                joins[transfer] = _take_due(pending, position, position[transfer])
+    return joins
+
+
+def _take_due(pending: dict[int, list[int]], position: dict[int, int], now: int) -> tuple[int, ...]:
+    due = []
+    for sends in pending.values():
+        last = max((k for k, send in enumerate(sends) if position[send] < now), default=None)
+        if last is not None:
+            due.append(sends[last])
+            del sends[: last + 1]
+    return tuple(due)
