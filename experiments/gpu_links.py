@@ -40,12 +40,13 @@ def hop_us(push: Any, num_bytes: int) -> float:
     blocks = 1
     for me in range(2):  # compile
         with devices[me].current():
-            blocks = push(buffers[me], buffers[1 - me], flags[1 - me].flag(0))
-            wait(flags[me].flag(1), flags[me].epoch, blocks, flags[me].error, 1, 10**9)
+            blocks = push(buffers[me], buffers[1 - me], flags[1 - me].counter(0))
+            wait(flags[me], [1], 10**9)
     for me in range(2):
         torch.cuda.synchronize(me)
     for mine in flags:
         mine.reset()
+        mine.set_blocks(dict.fromkeys(range(ROUNDS), blocks))
     graphs = []
     for me in range(2):
         torch.cuda.synchronize(me)
@@ -55,10 +56,10 @@ def hop_us(push: Any, num_bytes: int) -> float:
             flags[me].epoch.add_(1)
             for k in range(ROUNDS):
                 if me == 1:
-                    wait(flags[1].flag(k), flags[1].epoch, blocks, flags[1].error, k + 1, 10**9)
-                push(buffers[me], buffers[1 - me], flags[1 - me].flag(k))
+                    wait(flags[1], [k], 10**9)
+                push(buffers[me], buffers[1 - me], flags[1 - me].counter(k))
                 if me == 0:
-                    wait(flags[0].flag(k), flags[0].epoch, blocks, flags[0].error, k + 1, 10**9)
+                    wait(flags[0], [k], 10**9)
             graph.capture_end()
         graphs.append(graph)
     times = [replay(devices, graphs) for _ in range(8)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -111,6 +112,29 @@ def test_masks_are_fresh_in_every_step_and_reproducible() -> None:
         step.close()
     assert runs[0] == runs[1]
     assert len({*runs[0], *runs[2]}) == 6
+
+
+@pytest.mark.parametrize("uses_graphs", [True, False])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=two_gpus)])
+def test_a_timed_step_shows_the_plan(num_devices: int, uses_graphs: bool) -> None:
+    """Ops follow each other in plan order, and tensors arrive before they are used."""
+    executor = executor_of(num_devices, "random", uses_graphs=uses_graphs)
+    executor.step(1)
+    timeline = executor.step(2, is_timed=True).timeline
+    plain = executor.step(3)
+    assert timeline is not None
+    schedule = executor.schedule
+    op_of = schedule.graph.program.op_of
+    for instructions in schedule.instructions:
+        calls = [op_of[node.name] for kind, node, _ in instructions if kind == "call"]
+        ops = [op for op in dict.fromkeys(calls) if not schedule.graph.ops[op].is_view]
+        for op, following in itertools.pairwise(ops):
+            assert 0 <= timeline.start_ns[op] <= timeline.finish_ns[op]
+            assert timeline.finish_ns[op] <= timeline.start_ns[following]
+    assert (timeline.transfer_start_ns <= timeline.transfer_finish_ns).all()
+    assert timeline.finish_ns.max() <= timeline.makespan_ns < 10**9
+    assert all(value.isfinite() for value in plain.results.values())
+    executor.close()
 
 
 def executor_of(num_devices: int, how: str = "modules", **options: Any) -> CudaExecutor:

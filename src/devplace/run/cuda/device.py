@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,12 @@ class CudaDevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this device and its stream the current ones."""
-        with torch.cuda.stream(self.main):
+        """Make this device and its stream the current ones.
+
+        `torch.cuda.stream` alone would end by setting the device that was current, and so make a
+        context there even if nothing ever used it; `torch.cuda.device` does not.
+        """
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self.main):
             yield
 
     def put(self, op: int, value: Any) -> None:
@@ -64,28 +68,51 @@ class CudaDevice:
 class Flags:
     """Arrival flags and step counter of one receiver.
 
+    Args:
+        transfers: Transfers in the order they are received.
+        torch_device: The receiver.
+
     Attributes:
+        counters: Counters that pushes count up, FLAG_STRIDE words apart; int32.
+        blocks: How much a push adds to each counter, int32 `[num_transfers]`.
         epoch: Steps begun, int32 `[1]`; the device's own graph counts it up.
-        error: 1 + the transfer that did not come in time, or 0; int32 `[1]`.
+        error: 1 + the slot of a transfer that did not come in time, or 0; int32 `[1]`.
         host_error: Copy of `error` in pinned host memory, as of the last step.
     """
 
     def __init__(self, transfers: list[int], torch_device: Any) -> None:
+        self._transfers = transfers
         self._slot = {transfer: k for k, transfer in enumerate(transfers)}
-        count = max(1, len(transfers)) * FLAG_STRIDE
-        self._all = torch.zeros(count, dtype=torch.int32, device=torch_device)
+        count = max(1, len(transfers))
+        self.counters = torch.zeros(count * FLAG_STRIDE, dtype=torch.int32, device=torch_device)
+        self.blocks = torch.ones(count, dtype=torch.int32, device=torch_device)
         self.epoch = torch.zeros(1, dtype=torch.int32, device=torch_device)
         self.error = torch.zeros(1, dtype=torch.int32, device=torch_device)
         self.host_error = torch.zeros(1, dtype=torch.int32).pin_memory()
 
-    def flag(self, transfer: int) -> Any:
+    def slot(self, transfer: int) -> int:
+        """Place of a transfer's counter."""
+        return self._slot[transfer]
+
+    def counter(self, transfer: int) -> Any:
         """The counter of a transfer."""
         at = self._slot[transfer] * FLAG_STRIDE
-        return self._all[at : at + 1]
+        return self.counters[at : at + 1]
+
+    def set_blocks(self, blocks: Mapping[int, int]) -> None:
+        """Note how much the push of each transfer adds to its counter."""
+        if self._transfers:
+            found = [blocks.get(transfer, 0) for transfer in self._transfers]
+            self.blocks.copy_(torch.tensor(found, dtype=torch.int32))
+
+    def late_transfer(self) -> int | None:
+        """The transfer that did not come in time in a step that has ended."""
+        code = int(self.host_error)
+        return self._transfers[code - 1] if code else None
 
     def reset(self) -> None:
         """As new; nothing may be running."""
-        for tensor in (self._all, self.epoch, self.error, self.host_error):
+        for tensor in (self.counters, self.epoch, self.error, self.host_error):
             tensor.zero_()
 
 

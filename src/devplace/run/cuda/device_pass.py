@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Protocol
 
 import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.codegen import last_uses
+from devplace.run.cuda.clock import DeviceClock
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
 
@@ -20,7 +22,11 @@ class Carrier(Protocol):
         ...
 
     def receive(self, transfer: int) -> Any:
-        """The tensor, usable on this device's stream."""
+        """The tensor, usable on this device's stream after `flush`."""
+        ...
+
+    def flush(self) -> bool:
+        """Make what was received usable; tells whether the stream waits for it."""
         ...
 
 
@@ -34,6 +40,7 @@ class DevicePass:
         sources: Value of every source op held there.
         carrier: Brings tensors.
         random: Its random ops.
+        clock: Takes the time of ops, if there is one.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class DevicePass:
         sources: dict[int, Any],
         carrier: Carrier,
         random: RandomOps,
+        clock: DeviceClock | None = None,
     ) -> None:
         self._schedule = schedule
         self._device = device
@@ -51,10 +59,13 @@ class DevicePass:
         self._sources = sources
         self._carrier = carrier
         self._random = random
+        self._clock = clock
         self._values: dict[Any, Any] = {}
         self._instructions = schedule.instructions[device]
         self._dead_after = last_uses(schedule, device)
         self._source_of = source_ops(schedule)
+        if clock is not None:
+            clock.stamp("begin")
 
     def run(self, index: int) -> None:
         """Carry out one instruction; they must come in order.
@@ -63,6 +74,8 @@ class DevicePass:
             ExecutionError: An op failed; names it.
         """
         kind, node, transfer = self._instructions[index]
+        if kind != "receive":
+            self._flush()
         if kind == "load":
             self._values[node] = self._sources[self._source_of[node]]
         elif kind == "send":
@@ -71,16 +84,29 @@ class DevicePass:
             self._values[node] = self._carrier.receive(transfer)
         else:
             self._values[node] = self._call(node)
+            self._note(node)
         for dead in self._dead_after.get(index, ()):
             del self._values[dead]
 
     def results(self) -> list[tuple[int, Any]]:
         """(result index, value) of the results found here; those in borrowed memory are copied."""
+        self._flush()
         borrowed = self._schedule.borrowed
         return [
             (index, self._values[node].clone() if index in borrowed else self._values[node])
             for index, node in self._schedule.results[self._device]
         ]
+
+    def _flush(self) -> None:
+        if self._carrier.flush() and self._clock is not None:
+            self._clock.stamp("wait")
+
+    def _note(self, node: Any) -> None:
+        if self._clock is None or node.target is operator.getitem:
+            return
+        op = self._schedule.graph.program.op_of[node.name]
+        if not self._schedule.graph.ops[op].is_view:
+            self._clock.stamp("op", op)
 
     def _call(self, node: Any) -> Any:
         args = torch.fx.node.map_aggregate(node.args, self._argument)

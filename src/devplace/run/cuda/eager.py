@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from devplace.run.copies import clone_tensor
+from devplace.run.cuda.clock import Clocks, timed_transfer
 from devplace.run.cuda.device import CudaDevice, empty_like_layout
 from devplace.run.cuda.device_pass import DevicePass
 from devplace.run.cuda.push import words_of
@@ -39,10 +40,10 @@ class EagerRunner:
         self._order = order
         self.layouts: dict[int, Any] = {}
 
-    def run(self, number: int) -> dict[int, Any]:
+    def run(self, number: int, clocks: Clocks | None = None) -> dict[int, Any]:
         """Run a step and take over its state; gives the results that replace nothing."""
         graph, kept = self._schedule.graph, {}
-        for index, found in self.compute(number).items():
+        for index, found in self.compute(number, clocks or {}).items():
             device = self._devices[index]
             with device.current():
                 for result, value in found:
@@ -53,20 +54,23 @@ class EagerRunner:
                         device.buffers[source].copy_(value)
         return {result: device.hand_over(value) for result, (device, value) in kept.items()}
 
-    def compute(self, number: int) -> dict[int, list[tuple[int, Any]]]:
+    def compute(self, number: int, clocks: Clocks) -> dict[int, list[tuple[int, Any]]]:
         """Run a step and leave the state as it is; gives each device's results."""
-        carrier = _Copies(self._schedule, self._devices, self.layouts)
+        carrier = _Copies(self._schedule, self._devices, self.layouts, clocks)
         passes = {}
         for index, device in self._devices.items():
-            self._random[index].start_step(number)
-            passes[index] = DevicePass(
-                self._schedule,
-                index,
-                device.torch_device,
-                device.buffers,
-                carrier,
-                self._random[index],
-            )
+            random = self._random[index]
+            random.start_step(number)
+            with device.current():
+                passes[index] = DevicePass(
+                    self._schedule,
+                    index,
+                    device.torch_device,
+                    device.buffers,
+                    carrier,
+                    random,
+                    clocks.get(index),
+                )
         for index, instruction in self._order:
             with self._devices[index].current():
                 passes[index].run(instruction)
@@ -88,11 +92,16 @@ class _Copies:
     """Copies made when they are sent; torch orders them among the two main streams."""
 
     def __init__(
-        self, schedule: Schedule, devices: Mapping[int, CudaDevice], layouts: dict[int, Any]
+        self,
+        schedule: Schedule,
+        devices: Mapping[int, CudaDevice],
+        layouts: dict[int, Any],
+        clocks: Clocks,
     ) -> None:
         self._schedule = schedule
         self._devices = devices
         self._layouts = layouts
+        self._clocks = clocks
         self._arrived: dict[int, Any] = {}
 
     def send(self, transfer: int, value: Any) -> None:
@@ -101,10 +110,13 @@ class _Copies:
         dense = clone_tensor(value)
         with receiver.current():
             buffer = empty_like_layout(dense, receiver.torch_device)
-            with sender.current():
+            with sender.current(), timed_transfer(self._clocks.get(sender.index), transfer):
                 words_of(buffer).copy_(words_of(dense), non_blocking=True)
         self._layouts.setdefault(transfer, empty_like_layout(buffer, "meta"))
         self._arrived[transfer] = buffer
 
     def receive(self, transfer: int) -> Any:
         return self._arrived.pop(transfer)
+
+    def flush(self) -> bool:
+        return True  # the stream may wait for a copy

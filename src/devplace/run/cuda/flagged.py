@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from devplace.run.copies import clone_tensor
+from devplace.run.cuda.clock import DeviceClock, timed_transfer
 from devplace.run.cuda.device import CudaDevice, Flags, empty_like_layout
 from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait
 from devplace.run.schedule import Schedule
@@ -46,16 +47,13 @@ class Mailroom:
         self.schedule = schedule
         self.limit_ns = round(wait_limit_s * 1e9)
         self.push = push
-        self.blocks: dict[int, int] = {}
         self.buffers: dict[int, Any] = {}
-        arriving: dict[int, list[int]] = {index: [] for index in devices}
-        for transfer, record in enumerate(schedule.transfers):
-            arriving[record.dst].append(transfer)
         self.flags: dict[int, Flags] = {}
         for index, device in devices.items():
+            arriving = [t for kind, _, t in schedule.instructions[index] if kind == "receive"]
             with device.current():
-                self.flags[index] = Flags(arriving[index], device.torch_device)
-                for transfer in arriving[index]:
+                self.flags[index] = Flags(arriving, device.torch_device)
+                for transfer in arriving:
                     self.buffers[transfer] = empty_like_layout(
                         layouts[transfer], device.torch_device
                     )
@@ -69,24 +67,28 @@ class Mailroom:
 
     def flag(self, transfer: int) -> Any:
         """Flag of a transfer, on its receiver."""
-        return self.flags[self.schedule.transfers[transfer].dst].flag(transfer)
+        return self.flags[self.schedule.transfers[transfer].dst].counter(transfer)
 
     def _rehearse(self, devices: Mapping[int, CudaDevice]) -> None:
         """Push everything once: compiles and loads the kernels, and counts their blocks."""
+        blocks: dict[int, int] = {}
         for transfer, record in enumerate(self.schedule.transfers):
             buffer = self.buffers[transfer]
             if buffer.numel():
                 with devices[record.src].current():
                     like = empty_like_layout(buffer, devices[record.src].torch_device)
-                    self.blocks[transfer] = self.push(like, buffer, self.flag(transfer))
-        for index, device in devices.items():
-            flags = self.flags[index]
-            with device.current():
-                wait(flags.error, flags.epoch, 1, flags.error, 0, self.limit_ns)
+                    blocks[transfer] = self.push(like, buffer, self.flag(transfer))
         for device in devices.values():
             device.synchronize()
         self.reset()
         for device in devices.values():
+            torch.cuda.synchronize(device.torch_device)
+        for index, device in devices.items():
+            arriving = [t for t, r in enumerate(self.schedule.transfers) if r.dst == index]
+            with device.current():
+                self.flags[index].set_blocks(blocks)
+                if arriving:
+                    wait(self.flags[index], arriving[:1], self.limit_ns)
             torch.cuda.synchronize(device.torch_device)
 
 
@@ -97,10 +99,15 @@ class FlagCarrier:
         mailroom: Buffers and flags.
         device: The device.
         joins: Of `joined_before`.
+        clock: Takes the time of pushes, if there is one.
     """
 
     def __init__(
-        self, mailroom: Mailroom, device: CudaDevice, joins: Mapping[int, tuple[int, ...]]
+        self,
+        mailroom: Mailroom,
+        device: CudaDevice,
+        joins: Mapping[int, tuple[int, ...]],
+        clock: DeviceClock | None = None,
     ) -> None:
         self._mailroom = mailroom
         self._device = device
@@ -108,6 +115,8 @@ class FlagCarrier:
         self._sides: dict[int, Any] = {}
         self._pending: dict[int, deque[_Pending]] = {}
         self._joined: set[int] = set()
+        self._awaited: list[int] = []
+        self._clock = clock
         self._held_bytes = 0
 
     def send(self, transfer: int, value: Any) -> None:
@@ -124,7 +133,8 @@ class FlagCarrier:
         side.wait_stream(self._device.main)
         with torch.cuda.stream(side):
             source = value if same_layout(value, buffer) else self._relaid(value, buffer)
-            self._mailroom.push(source, buffer, self._mailroom.flag(transfer))
+            with timed_transfer(self._clock, transfer):
+                self._mailroom.push(source, buffer, self._mailroom.flag(transfer))
             event = side.record_event()
         num_bytes = num_span_bytes(buffer)
         self._pending[dst].append(_Pending(transfer, (value, source), num_bytes, event))
@@ -133,17 +143,29 @@ class FlagCarrier:
             self._join_first(max(self._pending, key=lambda k: len(self._pending[k])))
 
     def receive(self, transfer: int) -> Any:
-        """Wait for a tensor in the stream of the ops."""
+        """The buffer of a tensor; it is there once `flush` was called."""
         for send in self._joins[transfer]:
             dst = self._mailroom.schedule.transfers[send].dst
             while send not in self._joined:
                 self._join_first(dst)
         buffer = self._mailroom.buffers[transfer]
         if buffer.numel():
-            flags = self._mailroom.flags[self._device.index]
-            blocks, limit = self._mailroom.blocks[transfer], self._mailroom.limit_ns
-            wait(flags.flag(transfer), flags.epoch, blocks, flags.error, transfer + 1, limit)
+            self._awaited.append(transfer)
         return buffer
+
+    def flush(self) -> bool:
+        """Wait, in the stream of the ops, for everything received since; tells if it waits.
+
+        One kernel for several tensors waits for them all. It begins after the sends to be joined
+        by any of them, so what `joined_before` says of single waits holds for it as well.
+        """
+        if not self._awaited:
+            return False
+        flags = self._mailroom.flags[self._device.index]
+        for run in _neighbours(self._awaited, flags):
+            wait(flags, run, self._mailroom.limit_ns)
+        self._awaited = []
+        return True
 
     def finish(self) -> None:
         """Let the ops' stream wait for every push."""
@@ -164,3 +186,14 @@ class FlagCarrier:
         staged = empty_like_layout(buffer, value.device)
         staged.copy_(value)
         return staged
+
+
+def _neighbours(transfers: list[int], flags: Flags) -> list[list[int]]:
+    """Cut where flags do not lie side by side (an empty tensor between, which needs none)."""
+    runs: list[list[int]] = []
+    for transfer in transfers:
+        if runs and flags.slot(runs[-1][-1]) + 1 == flags.slot(transfer):
+            runs[-1].append(transfer)
+        else:
+            runs.append([transfer])
+    return runs

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from devplace.run.cuda.clock import Clocks, DeviceClock
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.device_pass import DevicePass
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import Place, joined_before
 from devplace.run.workers import Workers
+
+
+@dataclass
+class _Captured:
+    """A captured step.
+
+    Attributes:
+        graphs: Device -> its graph.
+        kept: Results that replace nothing -> (device, value in the graph's memory).
+    """
+
+    graphs: dict[int, Any] = field(default_factory=dict)
+    kept: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
 
 class GraphRunner:
@@ -46,47 +61,60 @@ class GraphRunner:
         self._devices = devices
         self._random = random
         self._joins = joined_before(mailroom.schedule, order)
-        self._kept: dict[int, tuple[int, Any]] = {}
         self._ends = {index: torch.cuda.Event() for index in devices}
-        gc.collect()
-        self._graphs = {index: self._capture(device) for index, device in devices.items()}
+        self._plain = self._capture_all({})
         names = mailroom.schedule.device_names
         self._workers = Workers([f"devplace {names[index]}" for index in devices])
 
-    def run(self, number: int) -> dict[int, Any]:
-        """Launch a step; gives the results that replace nothing, not waited for."""
+    def run(self, number: int, clocks: Clocks | None = None) -> dict[int, Any]:
+        """Launch a step; gives the results that replace nothing, not waited for.
+
+        Args:
+            number: 1-based number of the step.
+            clocks: Take the time of this step; it is captured anew for that.
+        """
+        step = self._plain if clocks is None else self._capture_all(clocks)
         launched: SimpleQueue[BaseException | None] = SimpleQueue()
         for queue, device in zip(self._workers.queues, self._devices.values(), strict=True):
-            queue.put(self._make_job(device, number, launched))
+            queue.put(self._make_job(step.graphs[device.index], device, number, launched))
         errors = [launched.get() for _ in self._devices]
         for error in errors:
             if error is not None:
                 raise error
         # Memory may only be asked for once every device is launched: that can wait for a device.
         for index, device in self._devices.items():
-            device.main.record_event(self._ends[index])
-        return {result: self._copied(*found) for result, found in self._kept.items()}
+            with device.current():
+                self._ends[index].record(device.main)
+        results = {result: self._copied(*found) for result, found in step.kept.items()}
+        if clocks is not None:
+            self.synchronize()  # its graphs are freed
+        return results
+
+    def synchronize(self) -> None:
+        """Wait for all devices."""
+        for device in self._devices.values():
+            device.synchronize()
 
     def failed_transfer(self) -> int | None:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
-        for flags in self._mailroom.flags.values():
-            code = int(flags.host_error)
-            if code:
-                for device in self._devices.values():
-                    torch.cuda.synchronize(device.torch_device)
-                self._mailroom.reset()
-                return code - 1
-        return None
+        late = [flags.late_transfer() for flags in self._mailroom.flags.values()]
+        found = next((transfer for transfer in late if transfer is not None), None)
+        if found is not None:
+            self.synchronize()
+            self._mailroom.reset()
+            for device in self._devices.values():
+                torch.cuda.synchronize(device.torch_device)
+        return found
 
     def close(self) -> None:
         """End the threads and free the graphs."""
         self._workers.close()
-        self._graphs.clear()
+        self._plain.graphs.clear()
 
-    def _make_job(self, device: CudaDevice, number: int, launched: Any) -> Any:
+    def _make_job(self, graph: Any, device: CudaDevice, number: int, launched: Any) -> Any:
         def job() -> None:
             try:
-                self._launch(device, number)
+                self._launch(graph, device, number)
             except BaseException as error:
                 launched.put(error)
             else:
@@ -94,14 +122,14 @@ class GraphRunner:
 
         return job
 
-    def _launch(self, device: CudaDevice, number: int) -> None:
+    def _launch(self, graph: Any, device: CudaDevice, number: int) -> None:
         flags = self._mailroom.flags[device.index]
         with device.current():
             for index, end in self._ends.items():
                 if index != device.index:
                     device.main.wait_event(end)  # their last step may still read and signal here
             self._random[device.index].start_step(number)
-            self._graphs[device.index].replay()
+            graph.replay()
             flags.host_error.copy_(flags.error, non_blocking=True)
 
     def _copied(self, index: int, value: Any) -> Any:
@@ -110,40 +138,54 @@ class GraphRunner:
             copied = value.clone()
         return device.hand_over(copied)
 
-    def _capture(self, device: CudaDevice) -> Any:
+    def _capture_all(self, clocks: Mapping[int, DeviceClock]) -> _Captured:
+        gc.collect()
+        step = _Captured()
+        for index, device in self._devices.items():
+            step.graphs[index] = self._capture(device, step, clocks.get(index))
+        return step
+
+    def _capture(self, device: CudaDevice, step: _Captured, clock: DeviceClock | None) -> Any:
         graph = torch.cuda.CUDAGraph()
         random = self._random[device.index]
+        # Two captures of a step never run at once, so they may share memory.
+        pool = None if clock is None else self._plain.graphs[device.index].pool()
         torch.cuda.synchronize(device.torch_device)
         with device.current(), random.capturing(graph):
             # Relaxed: a kernel met for the first time may still be loaded.
-            graph.capture_begin(capture_error_mode="relaxed")
+            graph.capture_begin(pool, capture_error_mode="relaxed")
             try:
-                self._record(device, random)
+                self._record(device, random, step, clock)
             except BaseException:
                 _end_quietly(graph)
                 raise
             graph.capture_end()
         return graph
 
-    def _record(self, device: CudaDevice, random: RandomOps) -> None:
+    def _record(
+        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: DeviceClock | None
+    ) -> None:
         schedule = self._mailroom.schedule
-        carrier = FlagCarrier(self._mailroom, device, self._joins)
+        carrier = FlagCarrier(self._mailroom, device, self._joins, clock)
         one_pass = DevicePass(
-            schedule, device.index, device.torch_device, device.buffers, carrier, random
+            schedule, device.index, device.torch_device, device.buffers, carrier, random, clock
         )
         self._mailroom.flags[device.index].epoch.add_(1)
         for index in range(len(schedule.instructions[device.index])):
             one_pass.run(index)
+        results = one_pass.results()
         carrier.finish()
-        self._write_back(device, one_pass.results())
+        self._write_back(device, results, step)
 
-    def _write_back(self, device: CudaDevice, results: list[tuple[int, Any]]) -> None:
+    def _write_back(
+        self, device: CudaDevice, results: list[tuple[int, Any]], step: _Captured
+    ) -> None:
         """New parameters and state into the buffers the next step starts from."""
         replaced, values = [], []
         for result, value in results:
             source = self._mailroom.schedule.graph.results[result].replaces
             if source < 0:
-                self._kept[result] = (device.index, value)
+                step.kept[result] = (device.index, value)
             elif device.buffers[source] is not value:
                 replaced.append(device.buffers[source])
                 values.append(value)

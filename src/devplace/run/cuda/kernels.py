@@ -19,19 +19,33 @@ def _push(src, dst, flag, count, rounds, BLOCK: tl.constexpr):
     tl.atomic_add(flag, 1, sem="release", scope="sys")
 
 
-def _wait(flag, epoch, blocks, error, code, limit_ns):
-    due = tl.load(epoch) * blocks
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    if seen < due:
+def _wait(
+    flags, blocks, epoch, error, first, count, limit_ns, WIDTH: tl.constexpr, STRIDE: tl.constexpr
+):
+    lane = tl.arange(0, WIDTH)
+    mine = lane < count
+    due = tl.load(epoch) * tl.load(blocks + first + lane, mask=mine, other=0)
+    at = flags + (first + lane) * STRIDE
+    seen = tl.atomic_add(at, 0, mask=mine, sem="acquire", scope="sys")
+    late = mine & (seen < due)
+    num_late = tl.sum(late.to(tl.int32))
+    if num_late > 0:
         failed = tl.load(error, volatile=True)
         begin = globaltimer()
         spent = begin - begin
-        while (seen < due) & (failed == 0) & (spent < limit_ns):
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        while (num_late > 0) & (failed == 0) & (spent < limit_ns):
+            seen = tl.atomic_add(at, 0, mask=mine, sem="acquire", scope="sys")
+            late = mine & (seen < due)
+            num_late = tl.sum(late.to(tl.int32))
             spent = globaltimer() - begin
-        if seen < due:
+        if num_late > 0:
+            code = tl.min(tl.where(late, first + lane + 1, 1 << 30))
             tl.atomic_cas(error, 0, code)
     tl.debug_barrier()
+
+
+def _stamp(stamps, at):
+    tl.store(stamps + at, globaltimer())
 
 
 def _signal(flag):
@@ -39,5 +53,6 @@ def _signal(flag):
 
 
 push_kernel = triton.jit(_push, do_not_specialize=["rounds"])
-wait_kernel = triton.jit(_wait, do_not_specialize=["blocks", "code"])
+wait_kernel = triton.jit(_wait, do_not_specialize=["first", "count"])
 signal_kernel = triton.jit(_signal)
+stamp_kernel = triton.jit(_stamp, do_not_specialize=["at"])

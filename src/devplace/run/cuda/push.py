@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from devplace.errors import ExecutionError
+from devplace.run.cuda.device import FLAG_STRIDE, Flags
 
 # Blocks of a push kernel; more take multiprocessors away from the ops.
 MOST_BLOCKS = 32
 # From this size on the copy engine is as fast, and leaves the multiprocessors to the ops.
 COPY_ENGINE_BYTES = 16 * 2**20
+# Transfers that one wait kernel looks after, one per thread.
+WAIT_WIDTH = 32
 
 Push = Callable[[Any, Any, Any], int]
 
@@ -72,14 +75,33 @@ def push_by_engine(source: Any, buffer: Any, flag: Any) -> int:
     return 1
 
 
-def wait(flag: Any, epoch: Any, blocks: int, error: Any, code: int, limit_ns: int) -> None:
-    """Spin on the current stream until `flag` has come to `epoch * blocks`.
+def wait(flags: Flags, transfers: Sequence[int], limit_ns: int) -> None:
+    """Spin on the current stream until all of these transfers have come.
 
-    After `limit_ns`, or once `error` is set, it goes on all the same and leaves `code` in `error`.
+    After `limit_ns`, or once an error is noted, it goes on all the same and leaves a note.
+
+    Args:
+        flags: Of the receiver.
+        transfers: Transfers whose flags lie side by side, in this order.
+        limit_ns: How long it spins at most.
     """
     from devplace.run.cuda import kernels
 
-    kernels.wait_kernel[(1,)](flag, epoch, blocks, error, code, limit_ns, num_warps=1)
+    first = flags.slot(transfers[0])
+    for start in range(0, len(transfers), WAIT_WIDTH):
+        count = min(WAIT_WIDTH, len(transfers) - start)
+        kernels.wait_kernel[(1,)](
+            flags.counters,
+            flags.blocks,
+            flags.epoch,
+            flags.error,
+            first + start,
+            count,
+            limit_ns,
+            WIDTH=WAIT_WIDTH,
+            STRIDE=FLAG_STRIDE,
+            num_warps=1,
+        )
 
 
 def same_layout(value: Any, buffer: Any) -> bool:
