@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from devplace.run.copies import clone_tensor, shrunk_strides
+from devplace.run.copies import clone_tensor, pack_tensor, shrunk_strides
 
 BASE = torch.arange(240.0).reshape(4, 5, 12)
 
@@ -58,3 +58,13 @@ def test_overlapping_strides_are_not_shrunk() -> None:
     """Elements shared other than by repetition, and nothing at all, have no such strides."""
     assert shrunk_strides((118, 6), (2, 1)) is None
     assert shrunk_strides((0, 6), (6, 1)) is None
+
+
+def test_packed_copies_have_no_gaps_and_keep_the_order() -> None:
+    """For GPUs: rows of a chunk lie side by side, transposed tensors stay transposed."""
+    wide = torch.arange(40.0).view(4, 10)
+    for value in (wide[:, 2:6], wide[:, 2:6].t(), wide.t(), wide[:, :1].expand(4, 3)):
+        packed = pack_tensor(value)
+        assert torch.equal(packed, value)
+    assert pack_tensor(wide[:, 2:6]).stride() == (4, 1)
+    assert pack_tensor(wide[:, 2:6].t()).stride() == (1, 4)

@@ -11,16 +11,28 @@ from devplace.run.schedule import Transfer
 
 
 def clone_tensor(value: Any, _transfer: Transfer | None = None) -> Any:
-    """Copy a tensor to another logical device, or within its own.
+    """Copy a tensor to another logical device.
 
     Kernels pick vectorised or strided loops, whose results can differ in the last bit, by whether
     dimensions are dense. A dense tensor keeps its strides. In one with gaps (a column, a chunk of
     gates) each gap shrinks to one element but stays one; a column takes twice its own bytes, a
     chunk of n columns 1 + 1/n times.
     """
+    return _copied(value, gap=1)
+
+
+def pack_tensor(value: Any) -> Any:
+    """Copy a tensor on its device, without gaps, its dimensions in the same order in memory.
+
+    For GPUs: there a gap of one element would take the alignment that fast matrix kernels need.
+    """
+    return _copied(value, gap=0)
+
+
+def _copied(value: Any, gap: int) -> Any:
     if value.is_contiguous():
         return value.clone()
-    strides = shrunk_strides(value.shape, value.stride())
+    strides = shrunk_strides(value.shape, value.stride(), gap)
     if strides is None:
         return value.clone()
     copied = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
@@ -32,8 +44,8 @@ def clone_tensor(value: Any, _transfer: Transfer | None = None) -> Any:
     return copied
 
 
-def shrunk_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Strides with every gap between dimensions reduced to one element.
+def shrunk_strides(shape: Sequence[int], strides: Sequence[int], gap: int = 1) -> list[int] | None:
+    """Strides with every gap between dimensions reduced to `gap` elements.
 
     Returns:
         None for an empty tensor and for one whose elements overlap other than by repetition.
@@ -53,6 +65,6 @@ def shrunk_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int] | 
             if strides[dim] < span:
                 return None
             span += strides[dim] * (shape[dim] - 1)
-            shrunk[dim] = new_dense if strides[dim] == dense else new_dense + 1
+            shrunk[dim] = new_dense if strides[dim] == dense else new_dense + gap
             dense, new_dense = strides[dim] * shape[dim], shrunk[dim] * shape[dim]
     return shrunk

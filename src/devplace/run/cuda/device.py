@@ -122,8 +122,8 @@ def empty_like_layout(like: Any, torch_device: Any) -> Any:
 
 
 def _empty_for(value: Any, torch_device: Any) -> Any:
-    """Uninitialised tensor that keeps the kind of memory layout of a value."""
-    strides = shrunk_strides(value.shape, value.stride())
+    """Uninitialised tensor with the dimensions of a value in the same order, without gaps."""
+    strides = shrunk_strides(value.shape, value.stride(), gap=0)
     if strides is None or 0 in strides:
         return torch.empty(value.shape, dtype=value.dtype, device=torch_device)
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=torch_device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from devplace.run.copies import clone_tensor
+from devplace.run.copies import pack_tensor
 from devplace.run.cuda.clock import Clocks, timed_transfer
 from devplace.run.cuda.device import CudaDevice, empty_like_layout
 from devplace.run.cuda.device_pass import DevicePass
@@ -107,7 +107,7 @@ class _Copies:
     def send(self, transfer: int, value: Any) -> None:
         receiver = self._devices[self._schedule.transfers[transfer].dst]
         sender = self._devices[self._schedule.transfers[transfer].src]
-        dense = clone_tensor(value)
+        dense = pack_tensor(value)
         with receiver.current():
             buffer = empty_like_layout(dense, receiver.torch_device)
             with sender.current(), timed_transfer(self._clocks.get(sender.index), transfer):

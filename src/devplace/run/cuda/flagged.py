@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from devplace.run.copies import clone_tensor
+from devplace.run.copies import pack_tensor
 from devplace.run.cuda.clock import DeviceClock, timed_transfer
 from devplace.run.cuda.device import CudaDevice, Flags, empty_like_layout
 from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait
@@ -180,7 +180,7 @@ class FlagCarrier:
         self._held_bytes -= first.num_bytes
 
     def _relaid(self, value: Any, buffer: Any) -> Any:
-        dense = clone_tensor(value)
+        dense = pack_tensor(value)
         if same_layout(dense, buffer):
             return dense
         staged = empty_like_layout(buffer, value.device)
