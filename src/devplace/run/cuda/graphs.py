@@ -146,7 +146,8 @@ class GraphRunner:
         return step
 
     def _capture(self, device: CudaDevice, step: _Captured, clock: DeviceClock | None) -> Any:
-        graph = torch.cuda.CUDAGraph()
+        with device.current():  # it makes a context on the current device
+            graph = torch.cuda.CUDAGraph()
         random = self._random[device.index]
         # Two captures of a step never run at once, so they may share memory.
         pool = None if clock is None else self._plain.graphs[device.index].pool()
