@@ -210,6 +210,18 @@ def test_costs_must_fit_graph_and_machine(costs: Any, part: str) -> None:
         replace(make(), costs=CostTable(costs, "wrong"))
 
 
+def test_times_that_would_overflow_are_refused() -> None:
+    """Neither costs nor transfers may add up beyond 64 bits, where numbers would be wrong."""
+    problem = make()
+    costs = CostTable(np.full((6, 3), 2**61, np.int64), "endless")
+    with pytest.raises(ProblemError, match="64 bits"):
+        replace(problem, costs=costs)
+    text = TEXT.replace("y = aten.mm(x, w) bytes=8", f"y = aten.mm(x, w) bytes={10**11}")
+    slow = hand_machine(MACHINE, bytes_per_ns=1e-9)
+    with pytest.raises(ProblemError, match="bandwidths"):
+        hand_problem(text, slow)
+
+
 def test_views_travel_as_their_base_and_cost_nothing() -> None:
     """A view of the whole is no task, and a reader of it on another device gets the base once."""
     problem = make()

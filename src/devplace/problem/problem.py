@@ -17,7 +17,7 @@ from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.names import resolve_device
 from devplace.problem.placement import Placement
-from devplace.units import parse_size
+from devplace.units import NS_PER_S, parse_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,20 @@ class Problem:
                 f"Costs must not be negative: {self.graph.ops[op].name!r} has "
                 f"{self.costs.compute_ns[op, device]} ns on {self.machine.device_names[device]}."
             )
+        self._check_times()
         _ = self.core, self.allowed  # every demand is checked here, not later
+
+    def _check_times(self) -> None:
+        """One thing after the other, everything sent everywhere: even that must fit 64 bits."""
+        wires = self.core.wires
+        once = (wires.latency_ns + wires.send_ns + wires.receive_ns).max()
+        transfers = (wires.transfer_ns.max(axis=0) + float(once)).sum() * (len(wires.streams) - 1)
+        total = wires.duration_ns.max(axis=1).sum(dtype=float) + transfers
+        if total >= 2**62:
+            raise ProblemError(
+                f"The times of a step must fit 64 bits: these add up to {total / NS_PER_S:.2g} s. "
+                f"Check the rates, bandwidths and latencies of machine {self.machine.name!r}."
+            )
 
     @cached_property
     def limit_bytes(self) -> tuple[int, ...]:

@@ -195,7 +195,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
             refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
             gm = make_functional(gm, flat, tagger)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise explain(error, tagger) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
