@@ -315,6 +315,8 @@ def test_a_placement_must_fit_the_problem() -> None:
         problem.task_devices(Placement(np.zeros(5, np.int32)))
     with pytest.raises(ProblemError, match="0 to 2, got 0 to 3"):
         problem.task_devices(Placement(np.array([0, 0, 0, 0, 0, 3], np.int32)))
+    with pytest.raises(ProblemError, match=r"6 integers, one per op, got shape \(6,\) of float64"):
+        problem.task_priority(np.zeros(6))
     broken = problem.violations(Placement(np.array([0, 0, 0, 0, 1, 1], np.int32)))
     assert broken == [
         "'z' may not go to cuda:1",

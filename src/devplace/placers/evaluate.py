@@ -106,7 +106,7 @@ class Evaluator:
         """Simulate one placement."""
         priority = placement.priority
         if priority is not None:
-            priority = np.ascontiguousarray(priority[self.problem.core.tasks.task_op], np.int64)
+            priority = self.problem.task_priority(priority)
         step, overflow = self.batch(self.problem.task_devices(placement)[None, :], priority)
         return Score(int(step[0]), int(overflow[0]))
 

@@ -129,11 +129,9 @@ def with_priority(problem: Problem, placement: Placement) -> Placement:
     """The placement with explicit priorities: its own, or critical-path ones."""
     if placement.priority is not None:
         return placement
-    tasks = problem.core.tasks
-    priority = np.zeros(len(problem.graph.ops), np.int64)
     device = problem.task_devices(placement)
-    priority[tasks.task_op] = make_kernel(problem.core).priority(device)
-    return Placement(placement.devices, priority)
+    priority = make_kernel(problem.core).priority(device)
+    return Placement(placement.devices, problem.op_priority(priority))
 
 
 def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:

@@ -160,6 +160,26 @@ class Problem:
             )
         return np.ascontiguousarray(devices[self.core.tasks.task_op], np.int32)
 
+    def task_priority(self, priority: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Priority of every task, int64 `[N]`, from that of every op.
+
+        Raises:
+            ProblemError: Not one integer per op.
+        """
+        given, count = np.asarray(priority), len(self.graph.ops)
+        if given.shape != (count,) or given.dtype.kind not in "iu":
+            raise ProblemError(
+                f"Priorities must be {count} integers, one per op, got shape {given.shape} of "
+                f"{given.dtype}."
+            )
+        return np.ascontiguousarray(given[self.core.tasks.task_op], np.int64)
+
+    def op_priority(self, priority: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Priority of every op, int64 `[V]`, from that of every task; 0 for what is no task."""
+        given = np.zeros(len(self.graph.ops), np.int64)
+        given[self.core.tasks.task_op] = priority
+        return given
+
     def violations(self, placement: Placement) -> list[str]:
         """Which demands a placement breaks: colocation, pins, unsupported ops, excluded devices."""
         tasks, devices = self.core.tasks, self.task_devices(placement)

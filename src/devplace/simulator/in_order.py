@@ -13,7 +13,7 @@ from devplace.graph.waiting import waiting_pair
 from devplace.problem import Core, Placement, Problem, Tasks, Wires
 from devplace.problem.core import pointers
 from devplace.simulator.kernel import make_kernel
-from devplace.simulator.timeline import Timeline, expand
+from devplace.simulator.timeline import Timeline, expand, priorities
 
 I32 = NDArray[np.int32]
 Ids = NDArray[np.signedinteger]
@@ -36,7 +36,7 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
     """
     device = problem.task_devices(placement)
     core, original = _chained(problem, order)
-    priority = _priority(problem, placement, device)
+    priority = priorities(problem, placement, device, make_kernel(problem.core))
     for streams, row in zip(problem.core.wires.streams, order, strict=True):
         if streams > 1:
             tasks = problem.core.tasks.op_task[np.array(row, np.int64)]
@@ -44,12 +44,6 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
     run = make_kernel(core).trace(device, priority)
     run.transfers[:, 0] = original[run.transfers[:, 0]]
     return expand(problem, device, run)
-
-
-def _priority(problem: Problem, placement: Placement, device: I32) -> NDArray[np.int64]:
-    if placement.priority is None:
-        return make_kernel(problem.core).priority(device)
-    return np.array(placement.priority[problem.core.tasks.task_op], np.int64)
 
 
 def waiting_ops(problem: Problem, order: Order) -> tuple[int, int] | None:

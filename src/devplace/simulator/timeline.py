@@ -124,11 +124,15 @@ def simulate(
     """
     kernel = kernel or make_kernel(problem.core)
     device = problem.task_devices(placement)
-    if placement.priority is None:
-        priority = kernel.priority(device)
-    else:
-        priority = np.ascontiguousarray(placement.priority[problem.core.tasks.task_op], np.int64)
+    priority = priorities(problem, placement, device, kernel)
     return expand(problem, device, kernel.trace(device, priority))
+
+
+def priorities(problem: Problem, placement: Placement, device: I32, kernel: SimulatorKernel) -> I64:
+    """Priority of every task: the placement's own, or critical-path ones. `[N]`"""
+    if placement.priority is None:
+        return kernel.priority(device)
+    return problem.task_priority(placement.priority)
 
 
 def expand(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:
