@@ -113,7 +113,9 @@ def _dual_weights(share: F64) -> F64:
         top = load.max(initial=0)
         if top <= 0:
             break
-        weights = weights * np.exp(2.0 / (round_ + 4) * load / top)
+        step = 2.0 / (round_ + 4) * load / top
+        # exp(step) to second order: exp itself rounds differently on different processors
+        weights = weights * (1 + step + step * step / 2)
         weights = weights / weights.sum()
     return best
 
