@@ -337,3 +337,10 @@ def test_s08_a_pool_is_limited_as_a_whole() -> None:
         place(hand_problem(text, shared), Search(), "500ev")
     apart = hand_machine({"cuda:0": 100, "cpu:0": 100})
     assert place(hand_problem(text, apart), Search(), "500ev").is_feasible
+
+
+def test_sizes_that_add_up_beyond_64_bits_are_refused() -> None:
+    """Two tensors of 2^62 bytes are each in range; a sum of them would look negative."""
+    text = f"a = f bytes={2**62} ns=1\nb = f bytes={2**62} ns=1"
+    with pytest.raises(ProblemError, match="sizes of a step must fit 64 bits"):
+        hand_problem(text, hand_machine({"gpu:0": 99}))

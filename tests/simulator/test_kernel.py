@@ -72,7 +72,7 @@ def test_bad_arrays_are_refused_not_read() -> None:
 def test_the_fallback_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the native simulator switched off one line is logged, and results are the same."""
+    """With the native simulator switched off one line is logged, however many problems."""
     from tests.strategies import random_problem
 
     from devplace.simulator import kernel

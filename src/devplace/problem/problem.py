@@ -72,6 +72,7 @@ class Problem:
                 f"{self.costs.compute_ns[op, device]} ns on {self.machine.device_names[device]}."
             )
         self._check_times()
+        self._check_sizes()
         _ = self.core, self.allowed  # every demand is checked here, not later
 
     def _check_times(self) -> None:
@@ -84,6 +85,18 @@ class Problem:
             raise ProblemError(
                 f"The times of a step must fit 64 bits: these add up to {total / NS_PER_S:.2g} s. "
                 f"Check the rates, bandwidths and latencies of machine {self.machine.name!r}."
+            )
+
+    def _check_sizes(self) -> None:
+        """Everything kept, a copy of everything everywhere: even that must fit 64 bits."""
+        tasks, count = self.core.tasks, len(self.machine.devices)
+        copies = tasks.carrier_bytes.sum(dtype=float) + tasks.const_bytes.sum(dtype=float)
+        once = tasks.storage_bytes.sum(dtype=float) + tasks.workspace_bytes.sum(dtype=float)
+        total = once + copies * count
+        if total >= 2**62:
+            raise ProblemError(
+                f"The sizes of a step must fit 64 bits: these add up to {total:.2g} bytes. "
+                f"Check the tensors of graph {self.graph.name!r}."
             )
 
     @cached_property

@@ -51,7 +51,7 @@ def lower_bound(problem: Problem) -> LowerBound:
     (longest path before them) and a tail of at least `q` (longest path after them) all run inside
     a window of `step - h - q`.
 
-    Complexity: O(N D * 150 + cuts^2 N) with numpy, about 0.3 s for 25,000 ops and 8 devices.
+    Complexity: O(150 N D + 24 N log N) with numpy, about 0.3 s for 25,000 ops and 8 devices.
     """
     tasks, wires = problem.core.tasks, problem.core.wires
     usable = list(problem.usable_devices)  # a weight on any other would weaken the bound
