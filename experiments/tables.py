@@ -46,6 +46,24 @@ def compare_placers(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def plan_nmt8(data: dict[str, Any]) -> str:
+    """One plan from the command line, in a few lines."""
+    single, step, bound = (data[k] / 1e6 for k in ("single_ns", "step_ns", "lower_bound_ns"))
+    return "\n".join(
+        [
+            "# Planning NMT-8 for eight devices",
+            "",
+            f"`{data['command']}`: {data['seconds']} s in all (start, capture, search, report), "
+            f"{data['peak_rss_bytes'] / 1e9:.2f} GB of memory at most, {data['evaluations']} "
+            f"evaluations. Predicted step {step:.4g} ms; best single device {single:.4g} ms, "
+            f"lower bound {bound:.4g} ms.",
+            "",
+            provenance_line(data["provenance"]),
+            "",
+        ]
+    )
+
+
 def _cell(rows: list[dict[str, Any]], best: float) -> str:
     if not rows:
         return "-"
@@ -68,7 +86,7 @@ def provenance_line(made: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"compare_placers": compare_placers}
+TABLES = {"compare_placers": compare_placers, "plan_nmt8": plan_nmt8}
 
 
 def main() -> None:
