@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,21 @@ def test_two_plans_for_the_same_are_equal_and_others_are_not(plan: Plan) -> None
     assert place(make_problem(), Heft(), Budget(evaluations=10)).plan == plan
     turned = dataclasses.replace(plan, placement=tuple(1 - d for d in plan.placement))
     assert turned != plan
+
+
+def test_links_and_pipes_are_written_to_not_replaced(plan: Plan, tmp_path: Path) -> None:
+    """Saving through a symbolic link changes its target; a pipe or device stays what it is."""
+    (tmp_path / "there.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("there.json")
+    plan.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert load_plan(tmp_path / "there.json") == plan
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    plan.save(tmp_path / "pipe")
+    assert os.read(reader, 15) == plan.to_json()[:15]
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_truncated_file_is_refused(plan: Plan, tmp_path: Path) -> None:

@@ -16,9 +16,6 @@ def main() -> None:
     except DevplaceError as error:
         print(f"devplace: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as error:
         if os.environ.get("DEVPLACE_DEBUG"):
             raise

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from devplace import placers
-from devplace.cli.session import Request, Session, open_session
+from devplace.cli.session import Request, Session, open_session, refuse_overwriting
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
 from devplace.placers.place import infeasible
@@ -27,13 +27,17 @@ class Outputs:
     plan: Path | None = None
     html: Path | None = None
 
-    def check(self) -> None:
-        """A path that cannot be written is told before the search, not after."""
+    def check(self, request: Request) -> None:
+        """A path that cannot or must not be written is told before the search, not after."""
         for what, path in (("a plan", self.plan), ("a page", self.html)):
             if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
                 raise InputError(
                     f"Cannot write {what} to {path}: no such folder, or a folder itself."
                 )
+            if path is not None:
+                refuse_overwriting(path, request.files())
+        if self.plan is not None and self.html is not None:
+            refuse_overwriting(self.html, [self.plan])
 
     def write(self, result: Result, rows: Sequence[Result | Skipped] = ()) -> None:
         """Write what was asked for; a plan only if it fits."""
@@ -171,7 +175,7 @@ def plan(
 ) -> PlanOutcome:
     """Plan with one placer."""
     placer, limits = placers.by_name(placer_name), Budget.parse(budget)
-    outputs.check()
+    outputs.check(request)
     session = open_session(request)
     bound = lower_bound(session.problem)
     with _progress([placer_name]) as begin:
@@ -186,7 +190,7 @@ def compare(
     """Plan with several placers, each on the whole budget."""
     chosen = _choose(names)
     limits = Budget.parse(budget)
-    outputs.check()
+    outputs.check(request)
     session = open_session(request)
     bound = lower_bound(session.problem)
     rows: list[Result | Skipped] = []

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from devplace.cli.session import Session, reopen, working
+from devplace.cli.session import Session, refuse_overwriting, reopen, working
 from devplace.errors import InputError
 from devplace.plan import Plan, load_plan
 from devplace.units import format_bytes, format_time
@@ -114,14 +115,24 @@ def _measure(plan: Plan, session: Session, steps: int, seed: int) -> tuple[list[
         step.close()
 
 
+class _Measured(msgspec.Struct):
+    """The file beside a plan; see `MeasuredTimeline`."""
+
+    ops: str
+    placement: tuple[int, ...]
+    start_ns: list[int]
+    finish_ns: list[int]
+    transfer_start_ns: list[int]
+    transfer_finish_ns: list[int]
+    makespan_ns: int
+
+
 def measured_path(plan_path: Path) -> Path:
     """Where the measured timeline of a plan is kept."""
     return plan_path.with_name(plan_path.name + ".measured.json")
 
 
 def _keep_measured(path: Path, plan: Plan, measured: Any) -> None:
-    import msgspec
-
     data = {
         "ops": plan.fingerprints.graph,
         "placement": list(plan.placement),
@@ -140,29 +151,23 @@ def _keep_measured(path: Path, plan: Plan, measured: Any) -> None:
 
 def _load_measured(path: Path, plan: Plan) -> Any:
     """The measured timeline, if there is one and it is of this plan."""
-    import msgspec
     import numpy as np
 
     target = measured_path(path)
     if not target.exists():
         return None
     try:
-        data = msgspec.json.decode(target.read_bytes())
-        if data["ops"] != plan.fingerprints.graph or data["placement"] != list(plan.placement):
+        data = msgspec.json.decode(target.read_bytes(), type=_Measured)
+        if data.ops != plan.fingerprints.graph or data.placement != plan.placement:
             return None
         from devplace.run.timeline import MeasuredTimeline
 
-        def array(name: str) -> Any:
-            return np.array(data[name], np.int64)
-
-        return MeasuredTimeline(
-            array("start_ns"),
-            array("finish_ns"),
-            array("transfer_start_ns"),
-            array("transfer_finish_ns"),
-            int(data["makespan_ns"]),
-        )
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        rows = (data.start_ns, data.finish_ns, data.transfer_start_ns, data.transfer_finish_ns)
+        if [len(row) for row in rows] != [len(plan.ops)] * 2 + [len(data.transfer_start_ns)] * 2:
+            raise ValueError("rows of unequal length")
+        start, finish, sent, arrived = (np.array(row, np.int64) for row in rows)
+        return MeasuredTimeline(start, finish, sent, arrived, data.makespan_ns)
+    except (OSError, msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise InputError(
             f"{target} is damaged ({type(error).__name__}). Remove it, or run the plan again."
         ) from error
@@ -231,9 +236,9 @@ def trace(path: Path, output: Path, machine: str | None) -> TraceOutcome:
     """Write the Chrome trace of a plan."""
     plan = load_plan(path)
     measured = _load_measured(path, plan)
+    refuse_overwriting(output, (path, measured_path(path)))
     session = reopen(plan, machine)
-    import msgspec
-
+    refuse_overwriting(output, session.request.files())
     from devplace.report import chrome_trace
     from devplace.run.schedule import make_schedule
 

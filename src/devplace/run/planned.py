@@ -96,12 +96,13 @@ def check_graph(plan: Plan, graph: OpGraph) -> None:
     if len(plan.ops) != len(graph.ops):
         raise PlanMismatchError(
             f"The plan was made for another step: it has {len(plan.ops)} ops, this one "
-            f"{len(graph.ops)}. Plan again for this model, batch and optimizer."
+            f"{len(graph.ops)}. Give the model, batch, optimizer and micro_batches it was made "
+            f"for, or plan again."
         )
     if plan.fingerprints.graph != fingerprint(graph):
         raise PlanMismatchError(
-            "The plan was made for another step: ops, shapes or dtypes differ. Plan again for this "
-            "model, batch and optimizer."
+            "The plan was made for another step: ops, shapes or dtypes differ. Give the model, "
+            "batch, optimizer and micro_batches it was made for, or plan again."
         )
 
 
