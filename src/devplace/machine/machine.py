@@ -218,7 +218,8 @@ def _not_negative(value: int, owner: str, name: str, unit: str) -> None:
 
 def _below(value: float, limit: int, owner: str, name: str, unit: str) -> None:
     if value >= limit:
-        raise MachineError(f"{owner}: {name} must be below {limit} {unit}, got {value}.")
+        most = f"{limit:.3g} {unit}".rstrip()
+        raise MachineError(f"{owner}: {name} must be below {most}, got {value:.3g}.")
 
 
 def _validate_device(device: Device, pools: set[str]) -> None:
