@@ -250,7 +250,7 @@ def test_bad_input_is_one_line_and_the_right_exit_code(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("start_ns", True), ("finish_ns", []), ("transfer_finish_ns", [10**30]), ("ops", None)],
+    [("start_ns", True), ("finish_ns", []), ("transfer_finish_ns", [10**30]), ("graph", None)],
 )
 def test_a_damaged_measured_file_is_named(folder: Path, field: str, value: Any) -> None:
     """Wrong types, lengths and numbers in it are one line that says what to do."""
@@ -332,3 +332,41 @@ def test_lists_are_there_for_people_and_programs(folder: Path) -> None:
     shown = devplace("machines", "k40x4", cwd=folder)
     assert "cuda:3" in shown.stdout
     assert json.loads(devplace("machines", "k40x4", "--json", cwd=folder).stdout)["sources"]
+
+
+def test_a_dict_batch_is_keyword_inputs(folder: Path) -> None:
+    """A model file may return a dict of inputs; plan and run take it."""
+    (folder / "named.py").write_text(
+        MLP.replace(
+            "return model, inputs, lambda m, x, y:", "return model, batch, lambda m, x, y:"
+        ).replace(
+            "    return model, batch",
+            "    batch = dict(x=inputs[0], y=inputs[1])\n    return model, batch",
+        )
+    )
+    options = ("--machine", "cpux2", "--budget", "20ev", "-o", "named.json")
+    done = devplace("plan", "named.py:build", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert devplace("run", "named.json", cwd=folder).returncode == 0
+
+
+def test_ctrl_c_keeps_the_best_plan_so_far(folder: Path) -> None:
+    """An interrupted search writes what it has and exits with 130."""
+    script = (
+        "import os, signal, sys, threading\n"
+        "from devplace.placers import evaluate\n"
+        "remember = evaluate.Evaluator._remember\n"
+        "def interrupt(self, *rest):\n"
+        "    remember(self, *rest)\n"
+        "    if self.num_evaluations > 100:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "evaluate.Evaluator._remember = interrupt\n"
+        "from devplace.cli import main\n"
+        "sys.argv = 'devplace plan mlp.py:build --machine k40x4 --budget 60s -o cut.json'.split()\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    refused(done, 130, "interrupted")
+    assert json.loads((folder / "cut.json").read_text())["format"] == "devplace plan"

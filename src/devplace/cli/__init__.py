@@ -16,6 +16,9 @@ def main() -> None:
     except DevplaceError as error:
         print(f"devplace: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"devplace: cannot write the output: {error.strerror}.", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
         if os.environ.get("DEVPLACE_DEBUG"):
             raise

@@ -54,7 +54,7 @@ def _problem_options(command: F) -> F:
         click.argument("model"),
         click.option("--machine", default="detect", show_default=True, metavar="NAME|FILE"),
         click.option("--budget", default="30s", show_default=True, metavar="30s|2000ev"),
-        click.option("--seed", default=0, show_default=True, type=int),
+        click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0)),
         click.option("--size", default="full", show_default=True, metavar="small|full"),
         click.option("--batch", type=int, help="Samples per step; the model's own by default."),
         click.option(
@@ -166,7 +166,13 @@ def explain(plan_file: Path, machine: str | None, device_map: bool, as_json: boo
 @devplace.command()
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1))
-@click.option("--seed", default=0, show_default=True, type=int, help="Of dropout and the like.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Of dropout and the like.",
+)
 @click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
 def run(plan_file: Path, steps: int, seed: int, machine: str | None, as_json: bool) -> None:

@@ -19,6 +19,9 @@ from devplace.placers.place import infeasible
 from devplace.report import Skipped
 from devplace.simulator.bounds import LowerBound, lower_bound
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -68,12 +71,16 @@ class PlanOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if it fits, else 3."""
+        """0 if it fits, else 3; 130 after Ctrl-C."""
+        if self.result.is_interrupted:
+            return INTERRUPTED
         return 0 if self.result.is_feasible else 3
 
     @property
     def complaint(self) -> str:
-        """Why it does not fit."""
+        """Why it does not fit, or that it was interrupted."""
+        if self.result.is_interrupted:
+            return "interrupted: this is the best plan found until then."
         if self.result.is_feasible:
             return ""
         return str(infeasible(self.result.timeline, self.result.placer))
@@ -132,12 +139,16 @@ class CompareOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if some plan fits, else 3."""
+        """0 if some plan fits, else 3; 130 after Ctrl-C."""
+        if any(result.is_interrupted for result in self.results):
+            return INTERRUPTED
         return 0 if self.best is not None else 3
 
     @property
     def complaint(self) -> str:
-        """Why nothing fits."""
+        """Why nothing fits, or that it was interrupted."""
+        if self.exit_code == INTERRUPTED:
+            return "interrupted: these are the placers that had a plan until then."
         if self.best is not None:
             return ""
         if not self.results:
@@ -201,7 +212,10 @@ def compare(
             if reason:
                 rows.append(Skipped(placer.name, reason))
             else:
-                rows.append(_place(session, placer, limits, seed, bound, spent))
+                result = _place(session, placer, limits, seed, bound, spent)
+                rows.append(result)
+                if result.is_interrupted:
+                    break
     outcome = CompareOutcome(session, rows, bound, outputs)
     if outcome.best is not None:
         outputs.write(outcome.best, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +41,19 @@ class RunOutcome:
             f"{d['results']} results (loss, parameters, buffers, optimizer state) of "
             f"{d['steps']} steps: {equal} to the unplaced step."
         )
+        count = len(d["devices"])
         click.echo(
-            f"{len(d['devices'])} logical CPU devices stood in for {', '.join(d['devices'])}; "
-            f"{d['transfers']} transfers per step, {format_bytes(d['transfer_bytes'])}."
+            f"{count} logical CPU device{'s' if count > 1 else ''} stood in for "
+            f"{', '.join(d['devices'])}; {d['transfers']} transfers per step, "
+            f"{format_bytes(d['transfer_bytes'])}."
         )
         click.echo(
-            f"Measured here {format_time(d['measured_step_ns'])} per step; predicted for "
-            f"{d['machine']} {format_time(d['predicted_step_ns'])}."
+            f"Measured here, where logical devices share the cores and Python, "
+            f"{format_time(d['measured_step_ns'])} per step; predicted for {d['machine']} "
+            f"{format_time(d['predicted_step_ns'])}."
         )
+        if not all(math.isfinite(loss) for loss in d["losses"]):
+            click.echo("note: losses are not finite; equal steps can still be of no use.")
         click.echo(f"Losses: {', '.join(f'{loss:.6g}' for loss in d['losses'])}")
 
 
@@ -103,12 +109,13 @@ def _measure(plan: Plan, session: Session, steps: int, seed: int) -> tuple[list[
         graph=session.problem.graph,
         seed=seed,
     )
-    losses, times = [], []
+    losses, times, inputs = [], [], session.workload.inputs
     try:
         for number in range(steps):
             step.is_timed = number == steps - 1
             begin = time.perf_counter_ns()
-            losses.append(float(step(*session.workload.inputs)))
+            loss = step(**inputs) if isinstance(inputs, dict) else step(*inputs)
+            losses.append(float(loss))
             times.append(time.perf_counter_ns() - begin)
         return losses, step.timeline, sorted(times)[len(times) // 2]
     finally:
@@ -118,8 +125,9 @@ def _measure(plan: Plan, session: Session, steps: int, seed: int) -> tuple[list[
 class _Measured(msgspec.Struct):
     """The file beside a plan; see `MeasuredTimeline`."""
 
-    ops: str
+    graph: str
     placement: tuple[int, ...]
+    order: tuple[tuple[int, ...], ...]
     start_ns: list[int]
     finish_ns: list[int]
     transfer_start_ns: list[int]
@@ -134,8 +142,9 @@ def measured_path(plan_path: Path) -> Path:
 
 def _keep_measured(path: Path, plan: Plan, measured: Any) -> None:
     data = {
-        "ops": plan.fingerprints.graph,
-        "placement": list(plan.placement),
+        "graph": plan.fingerprints.graph,
+        "placement": plan.placement,
+        "order": plan.order,
         "start_ns": measured.start_ns.tolist(),
         "finish_ns": measured.finish_ns.tolist(),
         "transfer_start_ns": measured.transfer_start_ns.tolist(),
@@ -158,7 +167,8 @@ def _load_measured(path: Path, plan: Plan) -> Any:
         return None
     try:
         data = msgspec.json.decode(target.read_bytes(), type=_Measured)
-        if data.ops != plan.fingerprints.graph or data.placement != plan.placement:
+        of_plan = (plan.fingerprints.graph, plan.placement, plan.order)
+        if (data.graph, data.placement, data.order) != of_plan:
             return None
         from devplace.run.timeline import MeasuredTimeline
 

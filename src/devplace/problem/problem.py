@@ -20,7 +20,7 @@ from devplace.problem.placement import Placement
 from devplace.units import NS_PER_S, parse_size
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Problem:
     """Graph + machine + costs + limits, pins and excluded devices.
 
@@ -51,7 +51,19 @@ class Problem:
     exclude: Sequence[str] = ()
     soft_pins: bool = False
 
+    def __repr__(self) -> str:
+        return (
+            f"Problem({self.graph.name!r} with {len(self.graph.ops)} ops on {self.machine.name!r}, "
+            f"{self.costs.origin} costs)"
+        )
+
     def __post_init__(self) -> None:
+        for name, value in (("limits", self.limits), ("pins", self.pins)):
+            if not isinstance(value, Mapping):
+                raise ProblemError(
+                    f"{name} must be a dictionary such as {{'cuda:0': '20GiB'}} or "
+                    f"{{'encoder.*': 'cuda:1'}}, got {value!r}."
+                )
         shape = (len(self.graph.ops), len(self.machine.devices))
         if self.costs.compute_ns.shape != shape:
             raise ProblemError(
