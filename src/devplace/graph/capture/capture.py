@@ -119,7 +119,9 @@ def _request(
         raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
     call = model if mode == "inference" else loss_call(model, loss_fn)
     device = _device_type(sources, batch.leaves)
-    return Request(model, call, sources, batch, mode, update, clip_grad_norm, autocast, device)
+    return Request(
+        model, call, sources, batch, mode, update, clip_grad_norm, autocast, device, optimizer
+    )
 
 
 def _read_optimizer(model: torch.nn.Module, optimizer: Any, sources: Sources) -> Update | None:
