@@ -33,7 +33,8 @@ def compare_placers(data: dict[str, Any]) -> str:
         lines.append("|---" * (len(names) + 3) + "|")
         for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
             found = [cells[machine, workload, name] for name in names]
-            best = min(median(r["step_ns"] for r in rows) for rows in found if rows)
+            fitting = [rows for rows in found if rows and all(r["feasible"] for r in rows)]
+            best = min(median(r["step_ns"] for r in rows) for rows in fitting)
             bound = found[0][0]["lower_bound_ns"]
             search = median(r["step_ns"] for r in found[-1])
             texts = [_cell(rows, best) for rows in found]
@@ -46,16 +47,35 @@ def compare_placers(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def plan_nmt8(data: dict[str, Any]) -> str:
+    """One plan from the command line, in a few lines."""
+    single, step, bound = (data[k] / 1e6 for k in ("single_ns", "step_ns", "lower_bound_ns"))
+    return "\n".join(
+        [
+            "# Planning NMT-8 for eight devices",
+            "",
+            f"`{data['command']}`: {data['seconds']} s in all (start, capture, search, report), "
+            f"{data['peak_rss_bytes'] / 1e9:.2f} GB of memory at most, {data['evaluations']} "
+            f"evaluations. Predicted step {step:.4g} ms; best single device {single:.4g} ms, "
+            f"lower bound {bound:.4g} ms.",
+            "",
+            provenance_line(data["provenance"]),
+            "",
+        ]
+    )
+
+
 def _cell(rows: list[dict[str, Any]], best: float) -> str:
     if not rows:
         return "-"
     steps = [row["step_ns"] / 1e6 for row in rows]
     text = f"{median(steps):.4g}"
-    if median(row["step_ns"] for row in rows) <= best:
+    fits = all(row["feasible"] for row in rows)
+    if fits and median(row["step_ns"] for row in rows) <= best:
         text = f"**{text}**"
     if max(steps) > min(steps):
         text += f" ({min(steps):.4g}-{max(steps):.4g})"
-    return text + ("" if all(row["feasible"] for row in rows) else " *over*")
+    return text + ("" if fits else " *over*")
 
 
 def provenance_line(made: dict[str, Any]) -> str:
@@ -68,7 +88,7 @@ def provenance_line(made: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"compare_placers": compare_placers}
+TABLES = {"compare_placers": compare_placers, "plan_nmt8": plan_nmt8}
 
 
 def main() -> None:

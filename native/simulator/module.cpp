@@ -113,8 +113,9 @@ class Kernel {
   nb::tuple evaluate(In<i32> devices, In<i64> priorities, bool track_memory, int threads) const {
     const std::size_t rows = devices.ndim() == 2 ? devices.shape(0) : 1;
     check_devices(devices, rows);
-    const std::size_t priority_rows = core_.num_tasks ? priorities.size() / core_.num_tasks : 0;
-    if (priority_rows > 1) check_priorities(priorities, rows);
+    const std::size_t tasks = core_.num_tasks;
+    if (priorities.size() && priorities.size() != tasks) check_priorities(priorities, rows);
+    const std::size_t priority_rows = tasks ? priorities.size() / tasks : 0;
     const std::size_t D = core_.num_devices, P = core_.num_pools;
     std::vector<i64> makespan(rows), moved(rows), peak(rows * D), pool_peak(rows * P);
     {

@@ -5,7 +5,7 @@ Example:
     problem = dp.Problem(graph, machine, costs)
     result = dp.place(problem, dp.placers.Search(), budget="30s", seed=0)
     result.plan.save("plan.json")
-    step = dp.compile(model, result.plan, optimizer=optimizer)
+    step = dp.compile(model, result.plan)
 """
 
 from importlib import import_module

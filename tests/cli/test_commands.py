@@ -43,6 +43,12 @@ def crash():
 
 def wrong():
     return 3
+
+def chatty():
+    print("building")
+    model = torch.nn.Linear(4, 4)
+    model.register_forward_hook(lambda *_: print("forward"))
+    return model, (torch.randn(3, 4),), lambda m, x: m(x).sum() * float("nan")
 """
 
 
@@ -190,6 +196,12 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["plan", "mlp.py:build", "--budget", "9ev", "--size", "huge"], 2, ["huge"]),
     (["compare", "mlp.py:build", "--placers", "heft,hefft"], 2, ["heft"]),
     (["run", "nothing.json"], 2, ["nothing.json"]),
+    (["run", "odd-limits.json"], 2, ["limits"]),
+    (["run", "odd-model.json"], 2, ["model"]),
+    (["trace", "plan.json", "-o", "plan.json"], 2, ["overwrite plan.json"]),
+    (["trace", "plan.json", "-o", "./mlp.py"], 2, ["overwrite mlp.py"]),
+    (["plan", "mlp.py:build", "-o", "mlp.py"], 2, ["overwrite mlp.py"]),
+    (["plan", "mlp.py:build", "-o", "x.json", "--html", "x.json"], 2, ["overwrite x.json"]),
     (["run", "truncated.json"], 2, ["truncated.json"]),
     (["run", "edited.json"], 2, ["device"]),
     (["run", "other-model.json"], 5, ["another"]),
@@ -212,6 +224,10 @@ def bad_files(folder: Path) -> Path:
     (folder / "other.py").write_text(
         MLP.replace("Linear(8, 16)", "Linear(8, 32)").replace("Linear(16, 4)", "Linear(32, 4)")
     )
+    for key in ("limits", "model"):
+        data = json.loads(text)
+        data["request"][key] = 5
+        (folder / f"odd-{key}.json").write_text(json.dumps(data))
     data = json.loads(text)
     data["request"]["model"] = "other.py:build"
     (folder / "other-model.json").write_text(json.dumps(data))
@@ -230,6 +246,50 @@ def test_bad_input_is_one_line_and_the_right_exit_code(
 ) -> None:
     """Never a traceback; the message names the culprit and what to do."""
     refused(devplace(*arguments, cwd=bad_files), code, *words)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("start_ns", True), ("finish_ns", []), ("transfer_finish_ns", [10**30]), ("graph", None)],
+)
+def test_a_damaged_measured_file_is_named(folder: Path, field: str, value: Any) -> None:
+    """Wrong types, lengths and numbers in it are one line that says what to do."""
+    (folder / "kept.json").write_bytes((folder / "plan.json").read_bytes())
+    assert devplace("run", "kept.json", "--steps", "1", cwd=folder).returncode == 0
+    path = folder / "kept.json.measured.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    done = devplace("trace", "kept.json", "-o", "kept-trace.json", cwd=folder)
+    refused(done, 2, "kept.json.measured.json is damaged", "run the plan again")
+
+
+def test_what_the_users_code_prints_is_not_in_the_json(folder: Path) -> None:
+    """With --json, stdout is strict JSON: prints go to stderr, and NaN becomes null."""
+    options = ("--machine", "cpux2", "--budget", "10ev", "-o", "chatty.json")
+    done = devplace("plan", "mlp.py:chatty", *options, "--json", cwd=folder)
+    assert json.loads(done.stdout)["feasible"] is True
+    assert "building" in done.stderr
+    assert "forward" in done.stderr
+    done = devplace("run", "chatty.json", "--steps", "1", "--json", cwd=folder)
+    assert json.loads(done.stdout, parse_constant=pytest.fail)["losses"] == [None]
+
+
+def test_a_closed_pipe_is_no_error(folder: Path) -> None:
+    """`devplace workloads | head -1` ends well."""
+    script = (
+        "import os, sys; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+        "sys.argv = ['devplace', 'workloads']\n"
+        "from devplace.cli import main; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_ctrl_c_is_exit_code_130(folder: Path) -> None:
+    """An interrupted command ends without a traceback."""
+    code = "\ndef interrupt():\n    raise KeyboardInterrupt\n"
+    (folder / "stop.py").write_text(MLP + code)
+    done = devplace("plan", "stop.py:interrupt", "--machine", "cpux2", cwd=folder)
+    refused(done, 130, "Aborted")
 
 
 def test_zero_size_tensors_are_planned_and_run(folder: Path) -> None:
@@ -272,3 +332,41 @@ def test_lists_are_there_for_people_and_programs(folder: Path) -> None:
     shown = devplace("machines", "k40x4", cwd=folder)
     assert "cuda:3" in shown.stdout
     assert json.loads(devplace("machines", "k40x4", "--json", cwd=folder).stdout)["sources"]
+
+
+def test_a_dict_batch_is_keyword_inputs(folder: Path) -> None:
+    """A model file may return a dict of inputs; plan and run take it."""
+    (folder / "named.py").write_text(
+        MLP.replace(
+            "return model, inputs, lambda m, x, y:", "return model, batch, lambda m, x, y:"
+        ).replace(
+            "    return model, batch",
+            "    batch = dict(x=inputs[0], y=inputs[1])\n    return model, batch",
+        )
+    )
+    options = ("--machine", "cpux2", "--budget", "20ev", "-o", "named.json")
+    done = devplace("plan", "named.py:build", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert devplace("run", "named.json", cwd=folder).returncode == 0
+
+
+def test_ctrl_c_keeps_the_best_plan_so_far(folder: Path) -> None:
+    """An interrupted search writes what it has and exits with 130."""
+    script = (
+        "import os, signal, sys, threading\n"
+        "from devplace.placers import evaluate\n"
+        "remember = evaluate.Evaluator._remember\n"
+        "def interrupt(self, *rest):\n"
+        "    remember(self, *rest)\n"
+        "    if self.num_evaluations > 100:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "evaluate.Evaluator._remember = interrupt\n"
+        "from devplace.cli import main\n"
+        "sys.argv = 'devplace plan mlp.py:build --machine k40x4 --budget 60s -o cut.json'.split()\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    refused(done, 130, "interrupted")
+    assert json.loads((folder / "cut.json").read_text())["format"] == "devplace plan"

@@ -159,6 +159,16 @@ def test_cost_grows_with_work_and_falls_with_speed(flops, num_bytes, factor):
     assert cost(one_op(flops=flops, bytes_read=num_bytes), fast) <= small
 
 
+def test_endless_work_is_long_not_negative():
+    """Work that would take longer than 64 bits of ns hold is the longest time, not an overflow."""
+    slow = Device(
+        name="cpu:0", kind="cpu", memory_bytes=1, flops_per_s={"float32": 1}, bytes_per_s=1
+    )
+    op = Op(name="mm", target="aten.mm.default", outputs=(0,), flops=10**16)
+    graph = OpGraph("long", (op,), (Tensor("mm", (1,), "float32", 4),))
+    assert Analytic()(graph, Machine("slow", (slow,))).compute_ns[0, 0] == 2**62
+
+
 def test_two_devices_two_columns():
     """Shape is ops by devices, in the machine's order."""
     device = one_device().devices[0]

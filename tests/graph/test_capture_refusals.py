@@ -52,6 +52,15 @@ def refuse(model: nn.Module, message: str, **options: Any) -> None:
     assert caught.value.__cause__ is None
 
 
+def test_a_model_that_exits_does_not_end_the_process() -> None:
+    """sys.exit in a forward pass is an error like any other, with its line."""
+
+    def leave(h: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(0)
+
+    refuse(Layer(leave), rf"{HERE}\): SystemExit: 0")
+
+
 def keep_positive(h: torch.Tensor) -> torch.Tensor:
     """Branch on a value."""
     if h.sum() > 0:

@@ -111,3 +111,12 @@ def test_the_fingerprint_ignores_where_the_code_is() -> None:
     ops = tuple(msgspec.structs.replace(op, source_line="other.py:7") for op in GRAPH.ops)
     moved = OpGraph("renamed", ops, GRAPH.tensors, GRAPH.results, {"torch": "9.9"})
     assert fingerprint(moved) == fingerprint(GRAPH)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Neither writing nor reading ends in a traceback."""
+    missing = tmp_path / "nowhere" / "graph.json"
+    with pytest.raises(GraphError, match=r"Cannot write graph .*nowhere"):
+        save(GRAPH, missing)
+    with pytest.raises(GraphError, match=r"Cannot read graph .*nowhere"):
+        load(missing)

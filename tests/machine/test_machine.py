@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from devplace.errors import MachineError
-from devplace.machine import Device, Link, Machine, Pool, channels_of, presets
+from devplace.machine import Device, Link, Machine, Pool, channels_of, load_machine, presets
 
 
 def device(name: str, **fields) -> Device:
@@ -92,6 +92,10 @@ WRONG = [
     ((device("g", launch_gap_ns=-1),), (), (), "'g': launch_gap_ns must not be negative"),
     ((device("g", flops_per_s={}),), (), (), "'g': flops_per_s must have a 'float32' rate"),
     ((device("g", flops_per_s={"float32": 0}),), (), (), r"'g': flops_per_s.float32 must be pos"),
+    ((device("g", memory_bytes=10**23),), (), (), "'g': memory_bytes must be below"),
+    ((device("g", bytes_per_s=10**23),), (), (), "'g': bytes_per_s must be below"),
+    ((device("g", streams=2**31),), (), (), "'g': streams must be below"),
+    ((device("g", launch_gap_ns=10**15),), (), (), "'g': launch_gap_ns must be below"),
     ((device("g", pool="rom"),), (), ("ram",), "unknown pool 'rom'. Did you mean 'ram'"),
     ((A,), (), ("ram", "ram"), "Pool names must be unique"),
     ((A, B), (), (), "no way from cuda:0 to cuda:1"),
@@ -120,6 +124,20 @@ def test_negative_link_times_are_refused():
         links = both("cuda:0", "cuda:1", bytes_per_s=1, **{field: -1})
         with pytest.raises(MachineError, match=f"{field} must not be negative"):
             Machine("m", (A, B), links)
+
+
+def test_senselessly_long_link_times_are_refused():
+    """Times that would overflow when they are added up name the field."""
+    for field in ("latency_ns", "send_overhead_ns", "receive_overhead_ns"):
+        links = both("cuda:0", "cuda:1", bytes_per_s=1, **{field: 2**63 - 1})
+        with pytest.raises(MachineError, match=f"{field} must be below"):
+            Machine("m", (A, B), links)
+
+
+def test_a_name_too_long_for_a_file_is_an_unknown_machine():
+    """No error of the file system for a text that is no name."""
+    with pytest.raises(MachineError, match="no machine called"):
+        load_machine("x" * 5000)
 
 
 def test_usable_bytes_leaves_the_reserve():

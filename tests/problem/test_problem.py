@@ -210,6 +210,18 @@ def test_costs_must_fit_graph_and_machine(costs: Any, part: str) -> None:
         replace(make(), costs=CostTable(costs, "wrong"))
 
 
+def test_times_that_would_overflow_are_refused() -> None:
+    """Neither costs nor transfers may add up beyond 64 bits, where numbers would be wrong."""
+    problem = make()
+    costs = CostTable(np.full((6, 3), 2**61, np.int64), "endless")
+    with pytest.raises(ProblemError, match="64 bits"):
+        replace(problem, costs=costs)
+    text = TEXT.replace("y = aten.mm(x, w) bytes=8", f"y = aten.mm(x, w) bytes={10**11}")
+    slow = hand_machine(MACHINE, bytes_per_ns=1e-9)
+    with pytest.raises(ProblemError, match="bandwidths"):
+        hand_problem(text, slow)
+
+
 def test_views_travel_as_their_base_and_cost_nothing() -> None:
     """A view of the whole is no task, and a reader of it on another device gets the base once."""
     problem = make()
@@ -303,6 +315,8 @@ def test_a_placement_must_fit_the_problem() -> None:
         problem.task_devices(Placement(np.zeros(5, np.int32)))
     with pytest.raises(ProblemError, match="0 to 2, got 0 to 3"):
         problem.task_devices(Placement(np.array([0, 0, 0, 0, 0, 3], np.int32)))
+    with pytest.raises(ProblemError, match=r"6 integers, one per op, got shape \(6,\) of float64"):
+        problem.task_priority(np.zeros(6))
     broken = problem.violations(Placement(np.array([0, 0, 0, 0, 1, 1], np.int32)))
     assert broken == [
         "'z' may not go to cuda:1",
@@ -323,3 +337,10 @@ def test_s08_a_pool_is_limited_as_a_whole() -> None:
         place(hand_problem(text, shared), Search(), "500ev")
     apart = hand_machine({"cuda:0": 100, "cpu:0": 100})
     assert place(hand_problem(text, apart), Search(), "500ev").is_feasible
+
+
+def test_sizes_that_add_up_beyond_64_bits_are_refused() -> None:
+    """Two tensors of 2^62 bytes are each in range; a sum of them would look negative."""
+    text = f"a = f bytes={2**62} ns=1\nb = f bytes={2**62} ns=1"
+    with pytest.raises(ProblemError, match="sizes of a step must fit 64 bits"):
+        hand_problem(text, hand_machine({"gpu:0": 99}))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from devplace.errors import CaptureError, InputError, PlanMismatchError
+from devplace.errors import CaptureError, ExecutionError, InputError, PlanMismatchError
 from devplace.graph.capture import capture
 from devplace.run.compile import compile_step
 from tests.run.models import Clipped, mean_square
@@ -250,6 +250,33 @@ def test_another_model_is_refused() -> None:
     del other.two
     with pytest.raises(PlanMismatchError, match=r"parameter 'two.weight' is missing"):
         compile_step(other, sgd(list(other.parameters())), graph, *place, NAMES)
+
+
+def test_another_optimizer_is_refused() -> None:
+    """One of another class, over another model, or none at all would give other numbers."""
+    model = Clipped()
+    optimizer = sgd(list(model.parameters()))
+    graph = capture(model, (torch.randn(4, 4),), mean_square, optimizer)
+    placed = all_on(0)(graph)
+    with pytest.raises(PlanMismatchError, match="SGD, got Adam"):
+        compile_step(model, adam(list(model.parameters())), graph, *placed, NAMES)
+    with pytest.raises(PlanMismatchError, match="SGD, got none"):
+        compile_step(model, None, graph, *placed, NAMES)
+    with pytest.raises(PlanMismatchError, match="Build it from this model"):
+        compile_step(model, sgd(list(Clipped().parameters())), graph, *placed, NAMES)
+
+
+def test_a_closed_step_refuses_to_run() -> None:
+    """It would wait for ever for threads that are gone."""
+    model, batch = Clipped(), (torch.randn(4, 4),)
+    optimizer = sgd(list(model.parameters()))
+    graph = capture(model, batch, mean_square, optimizer)
+    step = compile_step(model, optimizer, graph, *all_on(0)(graph), NAMES)
+    step.close()
+    step.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        step(*batch)
+    step.sync()
 
 
 def test_a_graph_read_from_a_file_cannot_run() -> None:

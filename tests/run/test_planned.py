@@ -45,10 +45,12 @@ def eager(model: Any, optimizer: Any, steps: int) -> None:
         optimizer.step()
 
 
-def test_a_plan_in_memory_needs_only_the_model_and_the_optimizer() -> None:
-    """Three steps of it equal three eager ones."""
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_plan_in_memory_needs_only_the_model(is_given: bool) -> None:
+    """Three steps of it equal three eager ones; the optimizer is the captured one unless given."""
     model, optimizer = make()
-    step = dp.compile(model, make_plan(model, optimizer), optimizer=optimizer)
+    plan = make_plan(model, optimizer)
+    step = dp.compile(model, plan, optimizer=optimizer) if is_given else dp.compile(model, plan)
     for _ in range(3):
         step(*BATCH)
     step.sync()

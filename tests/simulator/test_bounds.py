@@ -98,3 +98,11 @@ def test_streams_and_pins_are_in_the_bound() -> None:
     assert lower_bound(hand_problem(text, machine)).load_ns == 15
     pinned = hand_problem(text, machine, pins={"o0": "gpu:1"})
     assert lower_bound(pinned).critical_path_ns == 30
+
+
+def test_excluded_devices_do_not_weaken_the_bound() -> None:
+    """With one device left the load bound is all its work, however many are excluded."""
+    text = "\n".join(f"o{k} = f ns=1000000" for k in range(4))
+    machine = hand_machine({f"gpu:{k}": 99 for k in range(4)})
+    alone = hand_problem(text, machine, exclude=["gpu:1", "gpu:2", "gpu:3"])
+    assert lower_bound(alone).load_ns == 4_000_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
 
@@ -18,8 +18,7 @@ from devplace.testing import hand_machine, hand_placement, hand_problem, show
 def test_a_simulated_order_gives_its_own_timeline(problem: Problem, seed: int) -> None:
     """The order that list simulation came to, held fixed, gives the same step to the byte."""
     placement = random_placement(problem, np.random.default_rng(seed))
-    if (problem.core.wires.streams > 1).any():
-        return
+    assume((problem.core.wires.streams == 1).all())
     free = simulate(problem, placement)
     assert waiting_ops(problem, free.order) is None
     fixed = simulate_in_order(problem, placement, free.order)

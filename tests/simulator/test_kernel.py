@@ -67,12 +67,14 @@ def test_bad_arrays_are_refused_not_read() -> None:
         kernel.priority(np.zeros(count + 1, np.int32))
     with pytest.raises(ValueError, match="wrong size"):
         kernel.trace(np.zeros(count, np.int32), np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match="wrong size"):
+        kernel.evaluate(np.zeros((2, count), np.int32), np.zeros(3, np.int64))
 
 
 def test_the_fallback_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the native simulator switched off one line is logged, and results are the same."""
+    """With the native simulator switched off one line is logged, however many problems."""
     from tests.strategies import random_problem
 
     from devplace.simulator import kernel

@@ -16,9 +16,9 @@ def main() -> None:
     except DevplaceError as error:
         print(f"devplace: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except OSError as error:
+        print(f"devplace: cannot write the output: {error.strerror}.", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
         if os.environ.get("DEVPLACE_DEBUG"):
             raise

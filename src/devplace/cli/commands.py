@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +22,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
-    """Lists commands in the order of the work, not of the alphabet."""
+    """Lists commands in the order of the work, not of the alphabet; ends as shells expect."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(0)
+        except KeyboardInterrupt:
+            click.echo("\nAborted!", err=True)
+            ctx.exit(130)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,7 +54,7 @@ def _problem_options(command: F) -> F:
         click.argument("model"),
         click.option("--machine", default="detect", show_default=True, metavar="NAME|FILE"),
         click.option("--budget", default="30s", show_default=True, metavar="30s|2000ev"),
-        click.option("--seed", default=0, show_default=True, type=int),
+        click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0)),
         click.option("--size", default="full", show_default=True, metavar="small|full"),
         click.option("--batch", type=int, help="Samples per step; the model's own by default."),
         click.option(
@@ -154,7 +166,13 @@ def explain(plan_file: Path, machine: str | None, device_map: bool, as_json: boo
 @devplace.command()
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1))
-@click.option("--seed", default=0, show_default=True, type=int, help="Of dropout and the like.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Of dropout and the like.",
+)
 @click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
 def run(plan_file: Path, steps: int, seed: int, machine: str | None, as_json: bool) -> None:
@@ -189,4 +207,13 @@ def _show(outcome: Any, as_json: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value))
+    click.echo(json.dumps(_finite(value), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

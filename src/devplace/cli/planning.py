@@ -12,12 +12,15 @@ from typing import Any
 import click
 
 from devplace import placers
-from devplace.cli.session import Request, Session, open_session
+from devplace.cli.session import Request, Session, open_session, refuse_overwriting
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
 from devplace.placers.place import infeasible
 from devplace.report import Skipped
 from devplace.simulator.bounds import LowerBound, lower_bound
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,17 @@ class Outputs:
     plan: Path | None = None
     html: Path | None = None
 
-    def check(self) -> None:
-        """A path that cannot be written is told before the search, not after."""
+    def check(self, request: Request) -> None:
+        """A path that cannot or must not be written is told before the search, not after."""
         for what, path in (("a plan", self.plan), ("a page", self.html)):
             if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
                 raise InputError(
                     f"Cannot write {what} to {path}: no such folder, or a folder itself."
                 )
+            if path is not None:
+                refuse_overwriting(path, request.files())
+        if self.plan is not None and self.html is not None:
+            refuse_overwriting(self.html, [self.plan])
 
     def write(self, result: Result, rows: Sequence[Result | Skipped] = ()) -> None:
         """Write what was asked for; a plan only if it fits."""
@@ -64,12 +71,16 @@ class PlanOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if it fits, else 3."""
+        """0 if it fits, else 3; 130 after Ctrl-C."""
+        if self.result.is_interrupted:
+            return INTERRUPTED
         return 0 if self.result.is_feasible else 3
 
     @property
     def complaint(self) -> str:
-        """Why it does not fit."""
+        """Why it does not fit, or that it was interrupted."""
+        if self.result.is_interrupted:
+            return "interrupted: this is the best plan found until then."
         if self.result.is_feasible:
             return ""
         return str(infeasible(self.result.timeline, self.result.placer))
@@ -128,12 +139,16 @@ class CompareOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if some plan fits, else 3."""
+        """0 if some plan fits, else 3; 130 after Ctrl-C."""
+        if any(result.is_interrupted for result in self.results):
+            return INTERRUPTED
         return 0 if self.best is not None else 3
 
     @property
     def complaint(self) -> str:
-        """Why nothing fits."""
+        """Why nothing fits, or that it was interrupted."""
+        if self.exit_code == INTERRUPTED:
+            return "interrupted: these are the placers that had a plan until then."
         if self.best is not None:
             return ""
         if not self.results:
@@ -171,7 +186,7 @@ def plan(
 ) -> PlanOutcome:
     """Plan with one placer."""
     placer, limits = placers.by_name(placer_name), Budget.parse(budget)
-    outputs.check()
+    outputs.check(request)
     session = open_session(request)
     bound = lower_bound(session.problem)
     with _progress([placer_name]) as begin:
@@ -186,7 +201,7 @@ def compare(
     """Plan with several placers, each on the whole budget."""
     chosen = _choose(names)
     limits = Budget.parse(budget)
-    outputs.check()
+    outputs.check(request)
     session = open_session(request)
     bound = lower_bound(session.problem)
     rows: list[Result | Skipped] = []
@@ -197,7 +212,10 @@ def compare(
             if reason:
                 rows.append(Skipped(placer.name, reason))
             else:
-                rows.append(_place(session, placer, limits, seed, bound, spent))
+                result = _place(session, placer, limits, seed, bound, spent)
+                rows.append(result)
+                if result.is_interrupted:
+                    break
     outcome = CompareOutcome(session, rows, bound, outputs)
     if outcome.best is not None:
         outputs.write(outcome.best, rows)

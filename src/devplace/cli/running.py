@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from devplace.cli.session import Session, reopen, working
+from devplace.cli.session import Session, refuse_overwriting, reopen, working
 from devplace.errors import InputError
 from devplace.plan import Plan, load_plan
 from devplace.units import format_bytes, format_time
@@ -39,14 +41,19 @@ class RunOutcome:
             f"{d['results']} results (loss, parameters, buffers, optimizer state) of "
             f"{d['steps']} steps: {equal} to the unplaced step."
         )
+        count = len(d["devices"])
         click.echo(
-            f"{len(d['devices'])} logical CPU devices stood in for {', '.join(d['devices'])}; "
-            f"{d['transfers']} transfers per step, {format_bytes(d['transfer_bytes'])}."
+            f"{count} logical CPU device{'s' if count > 1 else ''} stood in for "
+            f"{', '.join(d['devices'])}; {d['transfers']} transfers per step, "
+            f"{format_bytes(d['transfer_bytes'])}."
         )
         click.echo(
-            f"Measured here {format_time(d['measured_step_ns'])} per step; predicted for "
-            f"{d['machine']} {format_time(d['predicted_step_ns'])}."
+            f"Measured here, where logical devices share the cores and Python, "
+            f"{format_time(d['measured_step_ns'])} per step; predicted for {d['machine']} "
+            f"{format_time(d['predicted_step_ns'])}."
         )
+        if not all(math.isfinite(loss) for loss in d["losses"]):
+            click.echo("note: losses are not finite; equal steps can still be of no use.")
         click.echo(f"Losses: {', '.join(f'{loss:.6g}' for loss in d['losses'])}")
 
 
@@ -102,16 +109,30 @@ def _measure(plan: Plan, session: Session, steps: int, seed: int) -> tuple[list[
         graph=session.problem.graph,
         seed=seed,
     )
-    losses, times = [], []
+    losses, times, inputs = [], [], session.workload.inputs
     try:
         for number in range(steps):
             step.is_timed = number == steps - 1
             begin = time.perf_counter_ns()
-            losses.append(float(step(*session.workload.inputs)))
+            loss = step(**inputs) if isinstance(inputs, dict) else step(*inputs)
+            losses.append(float(loss))
             times.append(time.perf_counter_ns() - begin)
         return losses, step.timeline, sorted(times)[len(times) // 2]
     finally:
         step.close()
+
+
+class _Measured(msgspec.Struct):
+    """The file beside a plan; see `MeasuredTimeline`."""
+
+    graph: str
+    placement: tuple[int, ...]
+    order: tuple[tuple[int, ...], ...]
+    start_ns: list[int]
+    finish_ns: list[int]
+    transfer_start_ns: list[int]
+    transfer_finish_ns: list[int]
+    makespan_ns: int
 
 
 def measured_path(plan_path: Path) -> Path:
@@ -120,11 +141,10 @@ def measured_path(plan_path: Path) -> Path:
 
 
 def _keep_measured(path: Path, plan: Plan, measured: Any) -> None:
-    import msgspec
-
     data = {
-        "ops": plan.fingerprints.graph,
-        "placement": list(plan.placement),
+        "graph": plan.fingerprints.graph,
+        "placement": plan.placement,
+        "order": plan.order,
         "start_ns": measured.start_ns.tolist(),
         "finish_ns": measured.finish_ns.tolist(),
         "transfer_start_ns": measured.transfer_start_ns.tolist(),
@@ -140,29 +160,24 @@ def _keep_measured(path: Path, plan: Plan, measured: Any) -> None:
 
 def _load_measured(path: Path, plan: Plan) -> Any:
     """The measured timeline, if there is one and it is of this plan."""
-    import msgspec
     import numpy as np
 
     target = measured_path(path)
     if not target.exists():
         return None
     try:
-        data = msgspec.json.decode(target.read_bytes())
-        if data["ops"] != plan.fingerprints.graph or data["placement"] != list(plan.placement):
+        data = msgspec.json.decode(target.read_bytes(), type=_Measured)
+        of_plan = (plan.fingerprints.graph, plan.placement, plan.order)
+        if (data.graph, data.placement, data.order) != of_plan:
             return None
         from devplace.run.timeline import MeasuredTimeline
 
-        def array(name: str) -> Any:
-            return np.array(data[name], np.int64)
-
-        return MeasuredTimeline(
-            array("start_ns"),
-            array("finish_ns"),
-            array("transfer_start_ns"),
-            array("transfer_finish_ns"),
-            int(data["makespan_ns"]),
-        )
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        rows = (data.start_ns, data.finish_ns, data.transfer_start_ns, data.transfer_finish_ns)
+        if [len(row) for row in rows] != [len(plan.ops)] * 2 + [len(data.transfer_start_ns)] * 2:
+            raise ValueError("rows of unequal length")
+        start, finish, sent, arrived = (np.array(row, np.int64) for row in rows)
+        return MeasuredTimeline(start, finish, sent, arrived, data.makespan_ns)
+    except (OSError, msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise InputError(
             f"{target} is damaged ({type(error).__name__}). Remove it, or run the plan again."
         ) from error
@@ -231,9 +246,9 @@ def trace(path: Path, output: Path, machine: str | None) -> TraceOutcome:
     """Write the Chrome trace of a plan."""
     plan = load_plan(path)
     measured = _load_measured(path, plan)
+    refuse_overwriting(output, (path, measured_path(path)))
     session = reopen(plan, machine)
-    import msgspec
-
+    refuse_overwriting(output, session.request.files())
     from devplace.report import chrome_trace
     from devplace.run.schedule import make_schedule
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os.path
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from devplace.errors import InputError, PlanError
 from devplace.plan import Plan
@@ -66,21 +70,44 @@ class Request:
         Raises:
             PlanError: The plan was not made by the command line.
         """
-        made = plan.request
         try:
-            options = {key: made[key] for key in _KEYS}
-            options["machine"] = machine or options["machine"]
-            demands = {"limits": made["limits"], "pins": made["pins"]}
-            return cls(**options, **demands, exclude=tuple(made["exclude"]))
-        except (KeyError, TypeError) as error:
+            made = msgspec.structs.asdict(msgspec.convert(plan.request, _Made))
+        except msgspec.ValidationError as error:
             raise PlanError(
                 f"The plan does not say how it was made ({error}). Only plans written by "
                 f"`devplace plan` or `devplace compare` can be used here; make it again."
             ) from error
+        return cls(**{**made, "machine": machine or made["machine"]})
+
+    def files(self) -> tuple[Path, ...]:
+        """The user's files it names: the model's and the machine's."""
+        names = (self.model.rpartition(":")[0], self.machine)
+        return tuple(Path(name) for name in names if os.path.isfile(name))
 
     def as_json(self) -> dict[str, Any]:
         """The part of a plan's request that this record holds."""
         return {key: getattr(self, key) for key in _KEYS}
+
+
+class _Made(msgspec.Struct):
+    """What the command line writes into a plan's request."""
+
+    model: str
+    machine: str
+    size: str
+    batch: int | None
+    micro_batches: int
+    optimizer: str
+    limits: dict[str, int | str]
+    pins: dict[str, str]
+    exclude: tuple[str, ...]
+
+
+def refuse_overwriting(output: Path, inputs: Iterable[Path]) -> None:
+    """An output must not replace a file that was just read."""
+    for path in inputs:
+        if output.resolve() == path.resolve():
+            raise InputError(f"Writing to {output} would overwrite {path}. Give another output.")
 
 
 def _pairs(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
@@ -146,7 +173,8 @@ def _check_devices(request: Request, machine: Any) -> None:
 def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
     from devplace import workloads
 
-    with working("loading torch and the model") as note:
+    # The user's code may print; stdout is ours.
+    with redirect_stdout(sys.stderr), working("loading torch and the model") as note:
         workload = workloads.resolve(
             request.model, size=request.size, batch=request.batch, device=device
         )

@@ -80,7 +80,8 @@ class Analytic:
         for column, device in enumerate(machine.devices):
             rates, bandwidths = self._tables(device)
             work = np.maximum(flops / rates[dtype, kind], moved / bandwidths[kind])
-            compute_ns[:, column] = np.rint(work * NS_PER_S) + device.launch_gap_ns
+            work_ns = np.minimum(np.rint(work * NS_PER_S), 2.0**62)  # `Problem` refuses such times
+            compute_ns[:, column] = work_ns + device.launch_gap_ns
         compute_ns[is_free] = 0
         return CostTable(compute_ns=compute_ns, origin="analytic")
 

@@ -65,6 +65,7 @@ class Program:
         training: Whether the model was in training mode at capture.
         buffers_shared: Other names of the same tensor (tied weights): name -> first name.
         device: torch device type of the capture (`cpu`, `cuda`).
+        optimizer: The optimizer given to capture; used when a step is compiled without one.
     """
 
     module: Any
@@ -80,3 +81,4 @@ class Program:
     training: bool = True
     buffers_shared: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
+    optimizer: Any = None

@@ -59,8 +59,15 @@ def from_json(data: bytes, where: str = "graph") -> OpGraph:
 
 
 def save(graph: OpGraph, path: str | Path) -> None:
-    """Write the graph to a file."""
-    Path(path).write_bytes(to_json(graph))
+    """Write the graph to a file.
+
+    Raises:
+        GraphError: The file cannot be written.
+    """
+    try:
+        Path(path).write_bytes(to_json(graph))
+    except OSError as error:
+        raise GraphError(f"Cannot write graph {path}: {error.strerror}. Check the path.") from error
 
 
 def load(path: str | Path) -> OpGraph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from devplace.errors import MachineError
@@ -38,7 +39,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
     if text == "detect":
         return detect()
     looks_like_file = text.endswith(".toml") or "/" in text or "\\" in text
-    if looks_like_file or isinstance(name_or_path, Path) or Path(text).is_file():
+    if looks_like_file or isinstance(name_or_path, Path) or os.path.isfile(text):
         return toml.load(text)
     try:
         return presets.get(text)

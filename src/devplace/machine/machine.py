@@ -10,6 +10,8 @@ import msgspec
 
 from devplace.errors import MachineError, did_you_mean
 
+_TIME_LIMIT_NS = 10**15  # 11 days; sums of a few stay far inside 64 bits
+
 DeviceKind = Literal["cpu", "gpu"]
 
 
@@ -205,11 +207,19 @@ def _positive(value: float, owner: str, name: str, unit: str) -> None:
         raise MachineError(
             f"{owner}: {name} must be positive, got {value} {unit}. Measure or set it."
         )
+    _below(value, 2**63, owner, name, unit)
 
 
 def _not_negative(value: int, owner: str, name: str, unit: str) -> None:
     if value < 0:
         raise MachineError(f"{owner}: {name} must not be negative, got {value} {unit}.")
+    _below(value, _TIME_LIMIT_NS if unit == "ns" else 2**63, owner, name, unit)
+
+
+def _below(value: float, limit: int, owner: str, name: str, unit: str) -> None:
+    if value >= limit:
+        most = f"{limit:.3g} {unit}".rstrip()
+        raise MachineError(f"{owner}: {name} must be below {most}, got {value:.3g}.")
 
 
 def _validate_device(device: Device, pools: set[str]) -> None:
@@ -221,6 +231,7 @@ def _validate_device(device: Device, pools: set[str]) -> None:
     _positive(device.memory_bytes, owner, "memory_bytes", "bytes")
     _positive(device.bytes_per_s, owner, "bytes_per_s", "bytes/s")
     _positive(device.streams, owner, "streams", "")
+    _below(device.streams, 2**31, owner, "streams", "")
     _not_negative(device.reserve_bytes, owner, "reserve_bytes", "bytes")
     _not_negative(device.launch_gap_ns, owner, "launch_gap_ns", "ns")
     if "float32" not in device.flops_per_s:

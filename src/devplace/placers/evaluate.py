@@ -49,6 +49,7 @@ class Evaluator:
         budget: What may be spent.
         num_evaluations: Simulations done.
         history: (evaluations, seconds, step_ns) whenever a better feasible placement was found.
+        best: The best feasible placement simulated so far.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Evaluator:
         self.history: list[tuple[int, float, int]] = []
         self.threads = threads or os.cpu_count() or 1
         self._started = time.monotonic()
-        self._best_ns: int | None = None
+        self._best: tuple[int, I32, I64 | None] | None = None  # step, devices, priorities of tasks
         tasks, wires = problem.core.tasks, problem.core.wires
         self._limits, self._pool_limits = wires.limit_bytes, wires.pool_limit_bytes
         total = int(
@@ -106,7 +107,7 @@ class Evaluator:
         """Simulate one placement."""
         priority = placement.priority
         if priority is not None:
-            priority = np.ascontiguousarray(priority[self.problem.core.tasks.task_op], np.int64)
+            priority = self.problem.task_priority(priority)
         step, overflow = self.batch(self.problem.task_devices(placement)[None, :], priority)
         return Score(int(step[0]), int(overflow[0]))
 
@@ -137,13 +138,29 @@ class Evaluator:
         step[:count] = scores.makespan_ns
         overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
         overflow[:count] += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
-        self._remember(step[:count], overflow[:count])
+        self._remember(step[:count], overflow[:count], devices, rows)
         if self._progress is not None:
             self._progress(self.fraction_spent)
         return step, overflow
 
-    def _remember(self, step: I64, overflow: I64) -> None:
-        fits = step[overflow == 0]
-        if len(fits) and (self._best_ns is None or int(fits.min()) < self._best_ns):
-            self._best_ns = int(fits.min())
-            self.history.append((self.num_evaluations, self.seconds, self._best_ns))
+    @property
+    def best(self) -> Placement | None:
+        """The best feasible placement simulated so far, if there was one."""
+        if self._best is None:
+            return None
+        _, device, priority = self._best
+        of_op = None if priority is None else self.problem.op_priority(priority)
+        return Placement(self.problem.expand(device), of_op)
+
+    def _remember(self, step: I64, overflow: I64, devices: I32, priorities: I64 | None) -> None:
+        fits = np.flatnonzero(overflow == 0)
+        if not len(fits):
+            return
+        row = int(fits[step[fits].argmin()])
+        if self._best is not None and int(step[row]) >= self._best[0]:
+            return
+        own = priorities is not None and priorities.ndim == 2
+        priority = priorities[row] if own and priorities is not None else priorities
+        kept = None if priority is None else priority.copy()
+        self._best = (int(step[row]), devices[row].copy(), kept)
+        self.history.append((self.num_evaluations, self.seconds, self._best[0]))

@@ -39,7 +39,7 @@ class ListSchedule:
         self._in_ptr, self._in = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
         self._out_ptr = tasks.out_ptr.tolist()
         self._cons_ptr, self._cons = tasks.cons_ptr.tolist(), tasks.cons.tolist()
-        self._maker = np.repeat(np.arange(self.num_tasks), np.diff(tasks.out_ptr)).tolist()
+        self._maker: list[int] = tasks.carrier_maker.tolist()
         self._transfer = wires.transfer_ns.tolist()
         self._link, self._latency = wires.link_class.tolist(), wires.latency_ns.tolist()
         self._channel_ptr, self._channel = wires.channel_ptr.tolist(), wires.channel.tolist()

@@ -46,7 +46,7 @@ def module_chain(problem: Problem) -> ModuleChain:
     """The chain of modules of this problem's graph."""
     graph, tasks = problem.graph, problem.core.tasks
     leaf = _leaf_modules(problem)
-    producer = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.out_ptr))
+    producer = tasks.carrier_maker
     owner: list[str | None] = [None] * tasks.num_tasks
     for task, index in enumerate(tasks.task_op):
         module = graph.ops[index].module
@@ -79,11 +79,7 @@ def _leaf_modules(problem: Problem) -> set[str]:
 def _module_bytes(problem: Problem, of_task: I32, count: int) -> I64:
     graph, tasks = problem.graph, problem.core.tasks
     trains = any(op.stage == "backward" for op in graph.ops)
-    size = np.add.reduceat(
-        np.append(tasks.storage_bytes, 0),
-        np.minimum(tasks.storage_ptr[:-1], len(tasks.storage_bytes)),
-    )
-    size = np.where(np.diff(tasks.storage_ptr) > 0, size, 0)
+    size = tasks.made_bytes
     total = np.zeros(count, np.int64)
     for task, index in enumerate(tasks.task_op):
         op = graph.ops[index]

@@ -34,17 +34,19 @@ class Result:
         seconds: Wall-clock time it took, s.
         history: (evaluations, seconds, step_ns) at each improvement.
         bound: Lower bounds of the problem.
+        is_interrupted: Whether the placer was stopped by Ctrl-C; this is the best it had found.
     """
 
-    placement: Placement
-    timeline: Timeline
-    plan: Plan
+    placement: Placement = field(repr=False)
+    timeline: Timeline = field(repr=False)
+    plan: Plan = field(repr=False)
     placer: str
     seed: int
     evaluations: int
     seconds: float
-    history: tuple[tuple[int, float, int], ...]
-    bound: LowerBound = field(repr=False)
+    history: tuple[tuple[int, float, int], ...] = field(repr=False)
+    bound: LowerBound
+    is_interrupted: bool = False
 
     @property
     def step_ns(self) -> int:
@@ -85,6 +87,8 @@ def place(
         bound: Lower bounds, if already known.
         progress: Called with the part of the budget spent so far, 0 to 1.
 
+    Ctrl-C ends the placer; if it had found something, that is returned.
+
     Raises:
         InfeasibleError: Nothing within the memory limits was found; says what is missing where.
         ProblemError: The placer does not support the problem.
@@ -93,6 +97,11 @@ def place(
     budget = Budget.parse(budget)
     if not isinstance(seed, int) or seed < 0:
         raise InputError(f"A seed must be a whole number, 0 or more, got {seed!r}.")
+    if isinstance(placer, (str, type)) or not callable(placer):
+        raise InputError(
+            f"A placer must be an instance such as placers.Search(), got {placer!r}. "
+            f"placers.by_name('search') gives one by name."
+        )
     reason = placer.supports(problem)
     if reason:
         raise ProblemError(f"Placer {placer.name} cannot place this: {reason}. Choose another one.")
@@ -100,7 +109,13 @@ def place(
     if bound.is_infeasible and not allow_infeasible:
         raise _no_room(problem, bound)
     evaluate = Evaluator(problem, budget, progress=progress)
-    placement = placer(problem, evaluate, np.random.default_rng(seed))
+    interrupted = False
+    try:
+        placement = placer(problem, evaluate, np.random.default_rng(seed))
+    except KeyboardInterrupt:
+        if evaluate.best is None:
+            raise
+        placement, interrupted = evaluate.best, True
     seconds = evaluate.seconds
     broken = problem.violations(placement)
     if broken:
@@ -122,6 +137,7 @@ def place(
         seconds,
         tuple(evaluate.history),
         bound,
+        interrupted,
     )
 
 
@@ -129,11 +145,9 @@ def with_priority(problem: Problem, placement: Placement) -> Placement:
     """The placement with explicit priorities: its own, or critical-path ones."""
     if placement.priority is not None:
         return placement
-    tasks = problem.core.tasks
-    priority = np.zeros(len(problem.graph.ops), np.int64)
     device = problem.task_devices(placement)
-    priority[tasks.task_op] = make_kernel(problem.core).priority(device)
-    return Placement(placement.devices, priority)
+    priority = make_kernel(problem.core).priority(device)
+    return Placement(placement.devices, problem.op_priority(priority))
 
 
 def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:

@@ -100,9 +100,7 @@ class Search:
         placement = Placement(op_devices(problem, best.groups))
         if best.priority is None:
             return placement
-        priority = np.zeros(len(problem.graph.ops), np.int64)
-        priority[problem.core.tasks.task_op] = best.priority
-        return Placement(placement.devices, priority)
+        return Placement(placement.devices, problem.op_priority(best.priority))
 
     def _trivial(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
@@ -116,7 +114,7 @@ class Search:
             groups = problem.task_devices(placement)[first]
             priority = placement.priority
             if priority is not None:
-                priority = np.ascontiguousarray(priority[problem.core.tasks.task_op], np.int64)
+                priority = problem.task_priority(priority)
             found.append(Best(groups, score.step_ns, score.overflow_bytes, priority))
 
         if self.start is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,12 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced only by a whole new one."""
-        target = Path(path)
+        target = Path(path).resolve()
         part = target.with_name(target.name + ".part")
         try:
+            if target.exists() and not target.is_file():
+                target.write_bytes(self.to_json())  # a device or pipe is no file to replace
+                return
             part.write_bytes(self.to_json())
             part.replace(target)
         except OSError as error:
@@ -312,11 +316,12 @@ def _check_order(plan: Plan, problem: Problem) -> None:
         int(op) for op, source in zip(tasks.task_op, tasks.is_source, strict=True) if not source
     }
     listed = [op for row in plan.order for op in row]
-    if len(listed) != len(set(listed)) or set(listed) != work:
-        missing = sorted(work - set(listed))
-        name = plan.ops[missing[0]] if missing else "some op"
+    count = Counter(listed)
+    wrong = next((op for op in range(len(plan.ops)) if count[op] != (op in work)), None)
+    if wrong is not None:
         raise PlanError(
-            f"Every op must be in exactly one order: {name!r} is not. Make the plan again."
+            f"Every op must be in one order, sources and views in none: {plan.ops[wrong]!r} "
+            f"is listed {count[wrong]} times. Make the plan again."
         )
     waiting = waiting_ops(problem, plan.order)
     if waiting is not None:

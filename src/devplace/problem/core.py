@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +84,28 @@ class Tasks:
     def num_groups(self) -> int:
         """Number of colocation groups."""
         return int(self.group.max()) + 1 if len(self.group) else 0
+
+    @cached_property
+    def carrier_maker(self) -> I64:
+        """Task that makes each carrier. `[T]`"""
+        return np.repeat(np.arange(self.num_tasks), np.diff(self.out_ptr))
+
+    @cached_property
+    def storage_maker(self) -> I64:
+        """Task that makes each storage. `[S]`"""
+        return np.repeat(np.arange(self.num_tasks), np.diff(self.storage_ptr))
+
+    @cached_property
+    def made_bytes(self) -> I64:
+        """Bytes of all storages each task makes. `[N]`"""
+        total = np.zeros(self.num_tasks, np.int64)
+        np.add.at(total, self.storage_maker, self.storage_bytes)
+        return total
+
+    @cached_property
+    def carrier_of(self) -> dict[int, int]:
+        """Carrier of each tensor that travels, by tensor id."""
+        return {tensor: carrier for carrier, tensor in enumerate(self.carrier_tensor.tolist())}
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,5 +360,5 @@ def _transfer_times(num_bytes: I64, bytes_per_s: int) -> I64:
         from devplace.machine import Link
 
         link = Link(src="a", dst="b", bytes_per_s=bytes_per_s)
-        return np.array([transfer_ns(int(b), link) for b in num_bytes], np.int64)
+        return np.array([min(transfer_ns(int(b), link), INT64_MAX) for b in num_bytes], np.int64)
     return -(-(num_bytes * NS_PER_S) // bytes_per_s)

@@ -17,10 +17,10 @@ from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.names import resolve_device
 from devplace.problem.placement import Placement
-from devplace.units import parse_size
+from devplace.units import NS_PER_S, parse_size
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Problem:
     """Graph + machine + costs + limits, pins and excluded devices.
 
@@ -51,7 +51,19 @@ class Problem:
     exclude: Sequence[str] = ()
     soft_pins: bool = False
 
+    def __repr__(self) -> str:
+        return (
+            f"Problem({self.graph.name!r} with {len(self.graph.ops)} ops on {self.machine.name!r}, "
+            f"{self.costs.origin} costs)"
+        )
+
     def __post_init__(self) -> None:
+        for name, value in (("limits", self.limits), ("pins", self.pins)):
+            if not isinstance(value, Mapping):
+                raise ProblemError(
+                    f"{name} must be a dictionary such as {{'cuda:0': '20GiB'}} or "
+                    f"{{'encoder.*': 'cuda:1'}}, got {value!r}."
+                )
         shape = (len(self.graph.ops), len(self.machine.devices))
         if self.costs.compute_ns.shape != shape:
             raise ProblemError(
@@ -71,7 +83,33 @@ class Problem:
                 f"Costs must not be negative: {self.graph.ops[op].name!r} has "
                 f"{self.costs.compute_ns[op, device]} ns on {self.machine.device_names[device]}."
             )
+        self._check_times()
+        self._check_sizes()
         _ = self.core, self.allowed  # every demand is checked here, not later
+
+    def _check_times(self) -> None:
+        """One thing after the other, everything sent everywhere: even that must fit 64 bits."""
+        wires = self.core.wires
+        once = (wires.latency_ns + wires.send_ns + wires.receive_ns).max()
+        transfers = (wires.transfer_ns.max(axis=0) + float(once)).sum() * (len(wires.streams) - 1)
+        total = wires.duration_ns.max(axis=1).sum(dtype=float) + transfers
+        if total >= 2**62:
+            raise ProblemError(
+                f"The times of a step must fit 64 bits: these add up to {total / NS_PER_S:.2g} s. "
+                f"Check the rates, bandwidths and latencies of machine {self.machine.name!r}."
+            )
+
+    def _check_sizes(self) -> None:
+        """Everything kept, a copy of everything everywhere: even that must fit 64 bits."""
+        tasks, count = self.core.tasks, len(self.machine.devices)
+        copies = tasks.carrier_bytes.sum(dtype=float) + tasks.const_bytes.sum(dtype=float)
+        once = tasks.storage_bytes.sum(dtype=float) + tasks.workspace_bytes.sum(dtype=float)
+        total = once + copies * count
+        if total >= 2**62:
+            raise ProblemError(
+                f"The sizes of a step must fit 64 bits: these add up to {total:.2g} bytes. "
+                f"Check the tensors of graph {self.graph.name!r}."
+            )
 
     @cached_property
     def limit_bytes(self) -> tuple[int, ...]:
@@ -146,6 +184,26 @@ class Problem:
                 f"got {devices.min()} to {devices.max()}."
             )
         return np.ascontiguousarray(devices[self.core.tasks.task_op], np.int32)
+
+    def task_priority(self, priority: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Priority of every task, int64 `[N]`, from that of every op.
+
+        Raises:
+            ProblemError: Not one integer per op.
+        """
+        given, count = np.asarray(priority), len(self.graph.ops)
+        if given.shape != (count,) or given.dtype.kind not in "iu":
+            raise ProblemError(
+                f"Priorities must be {count} integers, one per op, got shape {given.shape} of "
+                f"{given.dtype}."
+            )
+        return np.ascontiguousarray(given[self.core.tasks.task_op], np.int64)
+
+    def op_priority(self, priority: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Priority of every op, int64 `[V]`, from that of every task; 0 for what is no task."""
+        given = np.zeros(len(self.graph.ops), np.int64)
+        given[self.core.tasks.task_op] = priority
+        return given
 
     def violations(self, placement: Placement) -> list[str]:
         """Which demands a placement breaks: colocation, pins, unsupported ops, excluded devices."""

@@ -160,7 +160,7 @@ def planned_rows(timeline: Timeline) -> dict[str, list[Span]]:
 def _channel_rows(timeline: Timeline) -> dict[str, list[Span]]:
     problem, wires = timeline.problem, timeline.problem.core.wires
     machine, names = problem.machine, problem.machine.device_names
-    carrier_of = {int(t): x for x, t in enumerate(problem.core.tasks.carrier_tensor)}
+    carrier_of = problem.core.tasks.carrier_of
     channels: dict[tuple[int, int], tuple[str, ...]] = {}
     rows: dict[str, list[Span]] = {}
     for transfer in timeline.transfers:

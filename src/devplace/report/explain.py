@@ -199,10 +199,9 @@ def _received_bytes(timeline: Timeline) -> dict[str, int]:
     graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
     device = timeline.devices[tasks.task_op]
     start = timeline.start_ns[tasks.task_op]
-    carrier_of = {int(t): x for x, t in enumerate(tasks.carrier_tensor)}
     received: dict[str, int] = defaultdict(int)
     for transfer in timeline.transfers:
-        x = carrier_of[transfer.tensor]
+        x = tasks.carrier_of[transfer.tensor]
         readers = tasks.cons[tasks.cons_ptr[x] : tasks.cons_ptr[x + 1]]
         readers = readers[device[readers] == transfer.dst]
         first = readers[np.argmin(start[readers])]

@@ -108,9 +108,8 @@ class _Why:
 def _group_bytes(timeline: Timeline) -> I64:
     """Bytes all storages of each colocation group take, with the largest workspace. `[G]`"""
     tasks = timeline.problem.core.tasks
-    owner = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.storage_ptr))
     total = np.zeros(tasks.num_groups, np.int64)
-    np.add.at(total, tasks.group[owner], tasks.storage_bytes)
+    np.add.at(total, tasks.group, tasks.made_bytes)
     space = np.zeros(tasks.num_groups, np.int64)
     np.maximum.at(space, tasks.group, tasks.workspace_bytes)
     return total + space

@@ -95,7 +95,7 @@ class _Lifetimes:
         self.device = timeline.devices[tasks.task_op]
         self.start = timeline.start_ns[tasks.task_op]
         self.finish = timeline.finish_ns[tasks.task_op]
-        self.owner = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.storage_ptr))
+        self.owner = tasks.storage_maker
         self.edge_carrier = np.repeat(np.arange(len(tasks.carrier_bytes)), np.diff(tasks.cons_ptr))
         self.category = _categories(timeline, self.owner, self.edge_carrier)
         self._copies()
@@ -103,9 +103,8 @@ class _Lifetimes:
 
     def _copies(self) -> None:
         tasks, count = self.tasks, len(self.timeline.problem.machine.devices)
-        carrier_of = {int(t): x for x, t in enumerate(tasks.carrier_tensor)}
         moved = [
-            (carrier_of[t.tensor], t.dst, t.request_ns, t.arrival_ns)
+            (tasks.carrier_of[t.tensor], t.dst, t.request_ns, t.arrival_ns)
             for t in self.timeline.transfers
         ]
         table = np.array(moved, np.int64).reshape(-1, 4)

@@ -146,7 +146,7 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
         lines.append(("longest idle", idle_text(timeline, longest_idle(timeline))))
     lines.append(
         (
-            "search",
+            "placer",
             f"{result.placer}, {result.evaluations:,} evaluations in {result.seconds:.1f} s, "
             f"seed {result.seed}",
         )

@@ -103,6 +103,8 @@ class CpuExecutor:
         if is_timed and not self._timed_codes:
             self._timed_codes = self._generate(is_timed=True)
         codes = self._timed_codes if is_timed else self._codes
+        if self._workers.is_closed:
+            raise ExecutionError("A closed step cannot run: its threads have ended. Compile again.")
         self._check_complete()
         transfers = self.schedule.transfers
         if self._mailbox.stop:  # left over from a step that was given up

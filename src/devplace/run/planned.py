@@ -29,9 +29,9 @@ def compile(
 
     Args:
         model: The model the plan was made for.
-        plan: The plan; in the process that made it, nothing more is needed but the optimizer.
-        optimizer: The optimizer given to `capture`; its present learning rates are used at every
-            step. None for inference.
+        plan: The plan; in the process that made it, nothing more is needed.
+        optimizer: The optimizer of the model; its present learning rates are used at every step.
+            Default: the one given to `capture`.
         graph: The captured step. Default: the plan's own, or a new capture.
         example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
             again for a plan from a file.
@@ -50,6 +50,7 @@ def compile(
             model, example_inputs, example_kwargs, loss_fn, optimizer, micro_batches
         )
     check_graph(plan, found)
+    optimizer = optimizer if optimizer is not None else found.program.optimizer
     return compile_step(
         model, optimizer, found, plan.placement, plan.order, plan.device_names, seed
     )
@@ -96,12 +97,13 @@ def check_graph(plan: Plan, graph: OpGraph) -> None:
     if len(plan.ops) != len(graph.ops):
         raise PlanMismatchError(
             f"The plan was made for another step: it has {len(plan.ops)} ops, this one "
-            f"{len(graph.ops)}. Plan again for this model, batch and optimizer."
+            f"{len(graph.ops)}. Give the model, batch, optimizer and micro_batches it was made "
+            f"for, or plan again."
         )
     if plan.fingerprints.graph != fingerprint(graph):
         raise PlanMismatchError(
-            "The plan was made for another step: ops, shapes or dtypes differ. Plan again for this "
-            "model, batch and optimizer."
+            "The plan was made for another step: ops, shapes or dtypes differ. Give the model, "
+            "batch, optimizer and micro_batches it was made for, or plan again."
         )
 
 

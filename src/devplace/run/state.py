@@ -28,7 +28,8 @@ class ModelState:
         invent_seed: Seed of made-up values for tensors on the meta device; None refuses them.
 
     Raises:
-        PlanMismatchError: A parameter or buffer is missing or has another shape or dtype.
+        PlanMismatchError: A parameter or buffer is missing or has another shape or dtype, or the
+            optimizer is another.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ModelState:
         self._starts = _steps_at_capture(graph)
         self._optimizer = optimizer
         self._invent_seed = invent_seed
+        self._check_optimizer()
 
     def read(self) -> dict[int, Any]:
         """Present value per source op; optimizer state not created yet reads as zeros.
@@ -114,6 +116,27 @@ class ModelState:
                     _put_state(state, str(binding.slot), get(binding.op), tensors[binding.key])
             if self._optimizer is not None:
                 self._write_step_counts(steps_since_capture)
+
+    def _check_optimizer(self) -> None:
+        """The optimizer must be of the captured class and train this model's parameters."""
+        update = _update_of(self._graph)
+        if update is None or not update.rules:
+            return
+        kind = "none" if self._optimizer is None else type(self._optimizer).__name__
+        if kind != update.kind:
+            raise PlanMismatchError(
+                f"The step must get the optimizer it was captured with: {update.kind}, got {kind}. "
+                f"Pass that one, or capture again."
+            )
+        groups = [{id(p) for p in group["params"]} for group in self._optimizer.param_groups]
+        named = self._named_tensors()
+        for name, rule in update.rules.items():
+            mine = groups[rule.group] if rule.group < len(groups) else set()
+            if name in named and id(named[name]) not in mine:
+                raise PlanMismatchError(
+                    f"The optimizer must train this model's parameters in the captured groups: "
+                    f"{name!r} is not in its group {rule.group}. Build it from this model."
+                )
 
     def _named_tensors(self) -> dict[str, Any]:
         named = dict(self.model.named_parameters(remove_duplicate=False))
@@ -205,9 +228,14 @@ def invent(tensor: Any, kind: str, seed: int) -> Any:
     return values.to(tensor.dtype)
 
 
+def _update_of(graph: OpGraph) -> Any:
+    """The captured optimizer, None if the step has none."""
+    return getattr(graph.program.scalars, "__self__", None)
+
+
 def _steps_at_capture(graph: OpGraph) -> dict[str, int]:
     """Parameter name -> steps its optimizer had made when the graph was captured."""
-    update = getattr(graph.program.scalars, "__self__", None)
+    update = _update_of(graph)
     return {name: rule.start for name, rule in update.rules.items()} if update else {}
 
 

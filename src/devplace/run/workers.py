@@ -32,6 +32,11 @@ class Workers:
         torch.set_num_threads(num_threads)
         self._finalizer = weakref.finalize(self, _end, self.queues)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the threads have been told to end; jobs put now are never done."""
+        return not self._finalizer.alive
+
     def close(self) -> None:
         """End the threads once they have done their present jobs."""
         self._finalizer()

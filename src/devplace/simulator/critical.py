@@ -38,7 +38,7 @@ def critical_tasks(core: Core, device: I32, run: CoreTimeline) -> list[int]:
     tasks = core.tasks
     if not len(run.finish_ns) or bool(tasks.is_source.all()):
         return []
-    maker = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.out_ptr)).tolist()
+    maker = tasks.carrier_maker.tolist()
     before = _waited_for(core, device, run)
     arrival = {(x, e): t for x, _, e, _, _, t in run.transfers.tolist()}
     in_ptr, in_carrier = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()

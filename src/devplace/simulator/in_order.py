@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from devplace.graph.waiting import waiting_pair
 from devplace.problem import Core, Placement, Problem, Tasks, Wires
+from devplace.problem.core import pointers
 from devplace.simulator.kernel import make_kernel
-from devplace.simulator.timeline import Timeline, expand
+from devplace.simulator.timeline import Timeline, expand, priorities
 
 I32 = NDArray[np.int32]
 Ids = NDArray[np.signedinteger]
@@ -35,7 +36,7 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
     """
     device = problem.task_devices(placement)
     core, original = _chained(problem, order)
-    priority = _priority(problem, placement, device)
+    priority = priorities(problem, placement, device, make_kernel(problem.core))
     for streams, row in zip(problem.core.wires.streams, order, strict=True):
         if streams > 1:
             tasks = problem.core.tasks.op_task[np.array(row, np.int64)]
@@ -45,17 +46,10 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
     return expand(problem, device, run)
 
 
-def _priority(problem: Problem, placement: Placement, device: I32) -> NDArray[np.int64]:
-    if placement.priority is None:
-        return make_kernel(problem.core).priority(device)
-    return np.array(placement.priority[problem.core.tasks.task_op], np.int64)
-
-
 def waiting_ops(problem: Problem, order: Order) -> tuple[int, int] | None:
     """Two ops that wait for each other in this order, as `waiting_pair` gives them; else None."""
     tasks = problem.core.tasks
-    maker = np.repeat(np.arange(tasks.num_tasks), np.diff(tasks.out_ptr))
-    reads = _rows(tasks.in_ptr, maker[tasks.in_carrier])
+    reads = _rows(tasks.in_ptr, tasks.carrier_maker[tasks.in_carrier])
     rows = [tasks.op_task[np.array(row, np.int64)].tolist() for row in order]
     found = waiting_pair(reads, rows)
     if found is None:
@@ -84,12 +78,8 @@ def _chained(problem: Problem, order: Order) -> tuple[Core, I32]:
     count = tasks.num_tasks
     shift_carrier, shift_storage = np.arange(count + 1), np.arange(count + 1)
     ends, store_ends = tasks.out_ptr[1:], tasks.storage_ptr[1:]
-    renumber = np.arange(len(tasks.carrier_bytes)) + np.repeat(
-        np.arange(count), np.diff(tasks.out_ptr)
-    )
-    restore = np.arange(len(tasks.storage_bytes)) + np.repeat(
-        np.arange(count), np.diff(tasks.storage_ptr)
-    )
+    renumber = np.arange(len(tasks.carrier_bytes)) + tasks.carrier_maker
+    restore = np.arange(len(tasks.storage_bytes)) + tasks.storage_maker
     added = ends + np.arange(count)
     cons = _rows(tasks.cons_ptr, tasks.cons)
     reads = [[int(renumber[c]) for c in row] for row in _rows(tasks.in_ptr, tasks.in_carrier)]
@@ -99,8 +89,8 @@ def _chained(problem: Problem, order: Order) -> tuple[Core, I32]:
     for first, second in follower.items():
         readers[added[first]] = [second]
         reads[second].append(int(added[first]))
-    cons_ptr, flat = _flatten(readers)
-    in_ptr, in_carrier = _flatten(reads)
+    cons_ptr, flat = pointers(readers)
+    in_ptr, in_carrier = pointers(reads)
     chained = replace(
         tasks,
         out_ptr=(tasks.out_ptr + shift_carrier).astype(np.int32),
@@ -135,9 +125,3 @@ def _wider(wires: Wires, ends: I32) -> Wires:
 
 def _rows(ptr: I32, flat: Ids) -> list[list[int]]:
     return [flat[a:b].tolist() for a, b in pairwise(ptr.tolist())]
-
-
-def _flatten(rows: list[list[int]]) -> tuple[I32, I32]:
-    ptr = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=ptr[1:])
-    return ptr, np.array([x for row in rows for x in row], np.int32)

@@ -12,6 +12,7 @@ from devplace.problem import Placement, Problem
 from devplace.simulator.critical import critical_tasks, device_orders
 from devplace.simulator.kernel import SimulatorKernel, make_kernel
 from devplace.simulator.reference import CoreTimeline
+from devplace.units import format_bytes, format_time
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -37,7 +38,7 @@ class Transfer:
     arrival_ns: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """One simulated step. In shapes `V` is ops and `D` devices.
 
@@ -68,6 +69,14 @@ class Timeline:
     memory: I64
     task_devices: I32
     run: CoreTimeline
+
+    def __repr__(self) -> str:
+        names = self.problem.machine.device_names
+        peaks = ", ".join(
+            f"{name} {format_bytes(int(peak))}"
+            for name, peak in zip(names, self.peak_bytes, strict=True)
+        )
+        return f"Timeline(step {format_time(self.makespan_ns)}, peaks: {peaks})"
 
     @property
     def transfer_bytes(self) -> int:
@@ -124,11 +133,15 @@ def simulate(
     """
     kernel = kernel or make_kernel(problem.core)
     device = problem.task_devices(placement)
-    if placement.priority is None:
-        priority = kernel.priority(device)
-    else:
-        priority = np.ascontiguousarray(placement.priority[problem.core.tasks.task_op], np.int64)
+    priority = priorities(problem, placement, device, kernel)
     return expand(problem, device, kernel.trace(device, priority))
+
+
+def priorities(problem: Problem, placement: Placement, device: I32, kernel: SimulatorKernel) -> I64:
+    """Priority of every task: the placement's own, or critical-path ones. `[N]`"""
+    if placement.priority is None:
+        return kernel.priority(device)
+    return problem.task_priority(placement.priority)
 
 
 def expand(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:

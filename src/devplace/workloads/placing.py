@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from devplace.errors import InputError
+
+Batch = TypeVar("Batch")
+"""Inputs as a tuple, or as a dict of keyword inputs."""
 
 
 def parse_device(device: str) -> torch.device:
@@ -41,9 +44,7 @@ def seeded(seed: int, device: str | None) -> Iterator[None]:
                 yield
 
 
-def move(
-    model: nn.Module, inputs: tuple[Any, ...], device: torch.device
-) -> tuple[nn.Module, tuple[Any, ...]]:
+def move(model: nn.Module, inputs: Batch, device: torch.device) -> tuple[nn.Module, Batch]:
     """Model and inputs on `device`; tied parameters stay tied.
 
     Raises:
@@ -57,11 +58,10 @@ def move(
         except (AssertionError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"Device {device} cannot be used: {reason}") from error
-    moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
-    return model, tuple(moved)
+    return model, pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
 
 
-def devices_of(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
+def devices_of(model: nn.Module, inputs: Any) -> set[str]:
     """Types of the devices that hold a parameter, a buffer or an input."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     tensors += [*model.parameters(), *model.buffers()]

@@ -17,7 +17,10 @@ from devplace.errors import InputError, did_you_mean
 from devplace.workloads.workload import Workload, check_batch, check_size
 
 _KEYWORDS = ("size", "batch", "device")
-_RETURNS = "Return (model, inputs, loss_fn): a torch.nn.Module, a tuple of tensors, a function."
+_RETURNS = (
+    "Return (model, inputs, loss_fn): a torch.nn.Module, a tuple of tensors (or a dict of keyword "
+    "inputs), a function."
+)
 
 
 def load(
@@ -189,16 +192,16 @@ def _checked(spec: str, result: Any, target: Any) -> Workload:
     model, inputs, loss_fn = result
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"{spec} returned {_kind(model)} as the model. {_RETURNS}")
-    if not isinstance(inputs, tuple | list):
+    if not isinstance(inputs, tuple | list | dict):
         raise InputError(f"{spec} returned {_kind(inputs)} as the inputs. {_RETURNS}")
     if not callable(loss_fn):
         raise InputError(f"{spec} returned {_kind(loss_fn)} as the loss function. {_RETURNS}")
-    if target.type != "meta" and "meta" in devices_of(model, tuple(inputs)):
+    if target.type != "meta" and "meta" in devices_of(model, inputs):
         raise InputError(
             f"{spec} returned tensors on device meta, expected values on {target}. "
             "Build the model on the `device` that is passed."
         )
-    model, inputs = move(model, tuple(inputs), target)
+    model, inputs = move(model, tuple(inputs) if isinstance(inputs, list) else inputs, target)
     return Workload(spec, model, inputs, loss_fn)
 
 

@@ -22,12 +22,13 @@ class Workload:
         name: As given on the command line (`resnet-50`, `train.py:build`).
         model: `torch.nn.Module`, in training mode if built in; as its author left it otherwise.
         inputs: Everything one step consumes, targets included; the first dimension is the batch.
-        loss_fn: `loss_fn(model, *inputs)` gives the scalar loss.
+            A user's workload may have a dict instead, of keyword inputs.
+        loss_fn: `loss_fn(model, *inputs)` (or `**inputs`) gives the scalar loss.
     """
 
     name: str
     model: torch.nn.Module
-    inputs: tuple[Any, ...]
+    inputs: Any
     loss_fn: Callable[..., torch.Tensor]
 
 

@@ -119,7 +119,9 @@ def _request(
         raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
     call = model if mode == "inference" else loss_call(model, loss_fn)
     device = _device_type(sources, batch.leaves)
-    return Request(model, call, sources, batch, mode, update, clip_grad_norm, autocast, device)
+    return Request(
+        model, call, sources, batch, mode, update, clip_grad_norm, autocast, device, optimizer
+    )
 
 
 def _read_optimizer(model: torch.nn.Module, optimizer: Any, sources: Sources) -> Update | None:
@@ -195,7 +197,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
             refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
             gm = make_functional(gm, flat, tagger)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise explain(error, tagger) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)

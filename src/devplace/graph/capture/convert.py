@@ -269,6 +269,7 @@ def _program(
         training=bool(meta["training"]),
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,
+        optimizer=request.optimizer,
     )
 
 

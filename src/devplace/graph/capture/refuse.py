@@ -50,7 +50,7 @@ def unwrap(model: Any) -> torch.nn.Module:
     return model
 
 
-def explain(error: Exception, tagger: Tagger) -> CaptureError:
+def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
     """The error to raise instead of `error`, which a trace raised."""
     if isinstance(error, CaptureError):
         return error

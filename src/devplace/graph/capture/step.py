@@ -54,6 +54,7 @@ class Request:
         clip_grad_norm: Largest global 2-norm of the gradients, if they are clipped.
         autocast: Low-precision dtype of the forward pass, if any.
         device_type: torch device type to capture for.
+        optimizer: The user's optimizer, kept for the program.
     """
 
     model: torch.nn.Module
@@ -65,6 +66,7 @@ class Request:
     clip_grad_norm: float | None = None
     autocast: torch.dtype | None = None
     device_type: str = "cpu"
+    optimizer: Any = None
 
 
 @dataclass
