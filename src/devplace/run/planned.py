@@ -25,7 +25,7 @@ def compile(
     micro_batches: int = 1,
     seed: int = 0,
 ) -> Step:
-    """Make a planned step callable on logical CPU devices.
+    """Make a planned step callable on the plan's devices: logical CPUs, or GPUs of this computer.
 
     Args:
         model: The model the plan was made for.

@@ -56,6 +56,7 @@ class CudaExecutor:
         self._wait_limit_s = wait_limit_s
         self._push = push
         self._number = 0
+        self._is_closed = False
         self._missing = set(schedule.holders)
         active = [index for index, some in enumerate(schedule.instructions) if some]
         _check_devices([schedule.device_names[index] for index in active])
@@ -106,6 +107,8 @@ class CudaExecutor:
         Raises:
             ExecutionError: An op failed or a tensor did not come; the state must be put again.
         """
+        if self._is_closed:
+            raise ExecutionError("A closed step cannot run: its graphs are gone. Compile again.")
         self._raise_failure()
         self._check_complete()
         self._number = number
@@ -151,6 +154,7 @@ class CudaExecutor:
         """Free graphs and threads; the executor cannot step any more."""
         for device in self._devices.values():
             device.synchronize()
+        self._is_closed = True
         if self._runner is not None:
             self._runner.close()
 
