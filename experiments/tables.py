@@ -65,6 +65,30 @@ def plan_nmt8(data: dict[str, Any]) -> str:
     )
 
 
+def gpu_first(data: dict[str, Any]) -> str:
+    """Measured steps on GPUs beside the predicted ones."""
+    made = data["provenance"]
+    lines = ["# First steps on GPUs", ""]
+    lines += [
+        "Milliseconds per training step, host not waiting, beside the prediction by analytic costs "
+        "(uncalibrated): everything on one GPU as one CUDA graph, and the search's plan on two.",
+        "",
+        f"{made['card']}, {made['host']}, torch {made['torch']}, {made['precision']}, "
+        f"{made['optimizer']}, commit {made['commit']}.",
+        "",
+        "| workload | GPUs | measured | predicted | transfers | moved, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for workload in data["workloads"]:
+        for row in workload["rows"]:
+            lines.append(
+                f"| {workload['workload']} | {row['devices']} | {row['step_ms']:.1f} | "
+                f"{row['predicted_ms']:.1f} | {row['transfers']} | "
+                f"{row['transfer_bytes'] / 1e9:.2f} |"
+            )
+    return "\n".join([*lines, ""])
+
+
 def _cell(rows: list[dict[str, Any]], best: float) -> str:
     if not rows:
         return "-"
@@ -88,7 +112,11 @@ def provenance_line(made: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"compare_placers": compare_placers, "plan_nmt8": plan_nmt8}
+TABLES = {
+    "compare_placers": compare_placers,
+    "plan_nmt8": plan_nmt8,
+    "gpu_first": gpu_first,
+}
 
 
 def main() -> None:

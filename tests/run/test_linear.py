@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devplace.graph import OpGraph
+from devplace.graph.capture import capture
+from devplace.run.executors import runs_on_cuda
 from devplace.run.linear import joined_before, linear_order
 from devplace.run.schedule import Schedule, make_schedule
 from tests.run.tracing import random_placement, trace
@@ -92,3 +94,12 @@ def test_order_is_complete_and_causal(seed: int, num_devices: int) -> None:
             sent.add(transfer)
         assert kind != "receive" or transfer in sent
     assert following == [len(instructions) for instructions in schedule.instructions]
+
+
+def test_a_step_captured_on_a_cpu_stays_on_logical_devices() -> None:
+    """Plans for described GPUs run on logical CPU devices, also where there are GPUs."""
+    model = torch.nn.Linear(4, 2)
+    graph = capture(model, (torch.randn(3, 4),))
+    work = [i for i, op in enumerate(graph.ops) if not op.is_source and not op.is_view]
+    schedule = make_schedule(graph, [0] * len(graph.ops), [work], ("cuda:0",))
+    assert not runs_on_cuda(schedule)

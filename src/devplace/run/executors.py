@@ -57,7 +57,13 @@ def make_executor(
 
 
 def runs_on_cuda(schedule: Schedule) -> bool:
-    """Whether any op is on a CUDA device of this computer."""
+    """Whether any op is on a CUDA device of this computer, in a step captured for CUDA.
+
+    A step captured on a CPU has other ops (dropout, attention); on logical CPU devices it can be
+    tried wherever a plan puts it.
+    """
+    if schedule.graph.program.device != "cuda":
+        return False
     names = zip(schedule.device_names, schedule.instructions, strict=True)
     if not any(some and name.startswith("cuda") for name, some in names):
         return False
