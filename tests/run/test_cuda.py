@@ -206,6 +206,7 @@ def test_devices_outside_the_plan_are_not_touched() -> None:
     """A step on cuda:1 makes no context on cuda:0."""
     script = """
         import ctypes, torch
+        from dataclasses import replace
         from tests.run.models import Clipped, mean_square
         from tests.run.tracing import random_placement
         from devplace.graph.capture import capture
@@ -213,6 +214,8 @@ def test_devices_outside_the_plan_are_not_touched() -> None:
         model, x = Clipped(), torch.randn(8, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         graph = capture(model, (x,), mean_square, optimizer)
+        # taken for a capture on CUDA, which would itself make a context on the current device
+        graph = replace(graph, program=replace(graph.program, device="cuda"))
         step = compile_step(model, optimizer, graph, *random_placement(graph, 1, 0), ["cuda:1"])
         for _ in range(3):
             print(float(step(x)), step.executor.mode)
