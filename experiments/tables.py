@@ -66,15 +66,24 @@ def plan_nmt8(data: dict[str, Any]) -> str:
 
 
 def gpu_first(data: dict[str, Any]) -> str:
-    """Measured steps on GPUs beside the predicted ones."""
-    made = data["provenance"]
+    """Measured steps on GPUs beside the predicted ones; further runs are in `gpu_first_*.json`."""
     lines = ["# First steps on GPUs", ""]
     lines += [
         "Milliseconds per training step, host not waiting, beside the prediction by analytic costs "
         "(uncalibrated): everything on one GPU as one CUDA graph, and the search's plan on two.",
         "",
+    ]
+    others = sorted(RESULTS.glob("gpu_first_*.json"))
+    for run in (data, *(json.loads(path.read_text()) for path in others)):
+        lines += _gpu_run(run)
+    return "\n".join(lines)
+
+
+def _gpu_run(data: dict[str, Any]) -> list[str]:
+    made = data["provenance"]
+    lines = [
         f"{made['card']}, {made['host']}, torch {made['torch']}, {made['precision']}, "
-        f"{made['optimizer']}, commit {made['commit']}.",
+        f"{made['optimizer']}, commit {made['commit']}:",
         "",
         "| workload | GPUs | measured | predicted | transfers | moved, GB |",
         "|---|---|---|---|---|---|",
@@ -86,7 +95,7 @@ def gpu_first(data: dict[str, Any]) -> str:
                 f"{row['predicted_ms']:.1f} | {row['transfers']} | "
                 f"{row['transfer_bytes'] / 1e9:.2f} |"
             )
-    return "\n".join([*lines, ""])
+    return [*lines, ""]
 
 
 def _cell(rows: list[dict[str, Any]], best: float) -> str:
