@@ -83,7 +83,7 @@ def _gpu_run(data: dict[str, Any]) -> list[str]:
     made = data["provenance"]
     lines = [
         f"{made['card']}, {made['host']}, torch {made['torch']}, {made['precision']}, "
-        f"{made['optimizer']}, commit {made['commit']}:",
+        f"{made['optimizer']}, seed {made['seed']}, commit {made['commit']}:",
         "",
         "| workload | GPUs | measured | predicted | transfers | moved, GB |",
         "|---|---|---|---|---|---|",

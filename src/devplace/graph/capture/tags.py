@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +35,12 @@ class Tag(NamedTuple):
     micro_batch: int = -1
 
 
-def _frame_kind(filename: str, known: dict[str, int] = {}) -> int:  # noqa: B006 - a cache
-    kind = known.get(filename)
-    if kind is None:
-        in_stdlib = filename.startswith(_STDLIB) and "-packages" not in filename
-        if filename.startswith(_PACKAGE):
-            kind = _STOP
-        elif filename.startswith(("<", _TORCH)) or in_stdlib:
-            kind = _SKIP
-        else:
-            kind = _USER
-        known[filename] = kind
-    return kind
+@cache
+def _frame_kind(filename: str) -> int:
+    if filename.startswith(_PACKAGE):
+        return _STOP
+    in_stdlib = filename.startswith(_STDLIB) and "-packages" not in filename
+    return _SKIP if filename.startswith(("<", _TORCH)) or in_stdlib else _USER
 
 
 def is_user_file(filename: str) -> bool:
