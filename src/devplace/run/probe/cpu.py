@@ -18,7 +18,7 @@ from devplace.run.schedule import Transfer
 from devplace.run.workers import Workers
 
 SIZES = (1024, 16 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
-ROUNDS = (20, 20, 20, 10, 5, 3)
+ROUNDS = (60, 60, 60, 30, 16, 10)
 CHECK_BYTES = (1024, 2**20)
 OVERHEAD_ROUNDS = 50
 

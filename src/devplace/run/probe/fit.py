@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -11,7 +12,7 @@ from devplace.units import NS_PER_S
 
 FASTEST = 10**15
 """Bytes/s of a link whose time does not grow with size."""
-REPEATS = 20
+REPEATS = 50
 
 
 class LinkFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +59,8 @@ def crossover_bytes(pair: PairReport) -> int | None:
 def fit_link(sizes: Sequence[int], hop_ns: Sequence[int]) -> LinkFit:
     """Least squares of `latency + bytes / bandwidth` in relative error; neither is negative.
 
-    Minimises the sum of `(fit - time)^2 / (fit * time)`, which minds half as much as twice a time,
-    by repeated weighted least squares.
+    Minimises the sum of `log(fit / time)^2`, which minds half a time as much as twice a time, by
+    repeated weighted least squares.
 
     Args:
         sizes: Bytes, at least one above 0.
@@ -73,13 +74,19 @@ def fit_link(sizes: Sequence[int], hop_ns: Sequence[int]) -> LinkFit:
     fitted = [float(time) for time in hop_ns]
     latency, per_byte = 0.0, 0.0
     for _ in range(REPEATS):
-        weights = [1 / (time * now) for time, now in zip(hop_ns, fitted, strict=True)]
+        weights = [_weight(now, time) for now, time in zip(fitted, hop_ns, strict=True)]
         latency, per_byte = _weighted_line(sizes, hop_ns, weights)
         fitted = [max(1.0, latency + size * per_byte) for size in sizes]
     rate = FASTEST if per_byte * FASTEST <= NS_PER_S else NS_PER_S / per_byte
     ratios = [now / time for now, time in zip(fitted, hop_ns, strict=True)]
     worst = max(max(ratio, 1 / ratio) for ratio in ratios) - 1
     return LinkFit(latency_ns=round(latency), bytes_per_s=max(1, round(rate)), worst=worst)
+
+
+def _weight(fitted: float, time: float) -> float:
+    """With it `fitted - time` counts as the slope of `log(fitted / time)^2` does."""
+    near = abs(fitted / time - 1) < 1e-6
+    return 1 / fitted**2 if near else math.log(fitted / time) / ((fitted - time) * fitted)
 
 
 def _weighted_line(

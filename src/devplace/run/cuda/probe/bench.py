@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -85,7 +86,6 @@ class CudaBench:
 
     def check(self, pairs: Sequence[Pair], way: str) -> list[str]:
         """Send words made on the sender; compare with the same words made on the receiver."""
-        faults = [""] * len(pairs)
         for size in HOST_CHECK_BYTES if way == "copy" else CHECK_BYTES:
             if size > self._sizes[-1]:
                 continue
@@ -95,8 +95,9 @@ class CudaBench:
                 found = how(pairs, way, size, sent)
             except ExecutionError as error:
                 found = [str(error)] * len(pairs)
-            faults = [old or new for old, new in zip(faults, found, strict=True)]
-        return faults
+            if any(found):
+                return found
+        return [""] * len(pairs)
 
     def hops(self, pair: Pair) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
         """By ping-pong between GPUs, by a chain of copies with the host."""
@@ -145,7 +146,8 @@ class CudaBench:
         for port in self._all():
             port.out = port.into = port.flags = None
         self._host_out = self._host_into = None
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # after a failure of a device; that one is told
+            torch.cuda.empty_cache()
 
     def _all(self) -> list[Port]:
         return list(self._ports.values())
