@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from devplace.run.codegen import StoppedError
 from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
 from devplace.run.probe.channels import Pair
@@ -48,7 +49,7 @@ class CpuBench:
     def warm_up(self) -> None:
         """Nothing is compiled; the threads run once."""
         for queue in self._workers.queues:
-            self._join([_later(queue, lambda: None, self._errors)])
+            self._join([_later(queue, lambda: None, self._errors.append)])
 
     def check(self, pairs: Sequence[Pair], way: str) -> list[str]:
         """Carry random bytes, compare them with what was sent."""
@@ -87,7 +88,7 @@ class CpuBench:
                 sends.append(middle - begin)
                 receives.append(time.perf_counter_ns() - middle)
 
-        self._join([_later(self.queue(name), job, self._errors)])
+        self._join([_later(self.queue(name), job, line.failed)])
         return DeviceReport(
             name=name,
             send_overhead_ns=round(median(sends)),
@@ -129,14 +130,14 @@ class CpuBench:
                 line.posts[1](1, back)
 
         jobs = [(pair[1], pong), (pair[0], ping)]
-        self._join([_later(self.queue(name), job, self._errors) for name, job in jobs])
+        self._join([_later(self.queue(name), job, line.failed) for name, job in jobs])
         return float(median(times))
 
     def _join(self, done: Sequence[SimpleQueue[None]]) -> None:
         for one in done:
             one.get()
         if self._errors:
-            raise self._errors.pop()
+            raise self._errors[0]
 
 
 class _Line:
@@ -153,7 +154,12 @@ class _Line:
         self.mailbox = Mailbox(transfers, bench._copy)
         self.received: list[Any] = [None] * len(pairs)
         self.posts = [
-            make_post(self.mailbox, transfers, bench.queue(src, copies=True), self._failed)
+            make_post(
+                self.mailbox,
+                transfers,
+                bench.queue(src, copies=True),
+                lambda _, error: self.failed(error),
+            )
             for src, _ in pairs
         ]
 
@@ -161,13 +167,15 @@ class _Line:
         """Send a value on every pair at once, and pick them up."""
         done = []
         for k, (src, dst) in enumerate(self._pairs):
-            done.append(_later(self._bench.queue(src), self._send(k, values[k]), self._errors))
-            done.append(_later(self._bench.queue(dst), self._take(k), self._errors))
+            done.append(_later(self._bench.queue(src), self._send(k, values[k]), self.failed))
+            done.append(_later(self._bench.queue(dst), self._take(k), self.failed))
         self._bench._join(done)
 
-    @property
-    def _errors(self) -> list[BaseException]:
-        return self._bench._errors
+    def failed(self, error: BaseException) -> None:
+        """Note an error, and let nobody wait for what will not come."""
+        if not isinstance(error, StoppedError):
+            self._bench._errors.append(error)
+            self.mailbox.abort(str(error))
 
     def _send(self, k: int, value: Any) -> Callable[[], None]:
         return lambda: self.posts[k](k, value)
@@ -178,13 +186,9 @@ class _Line:
 
         return job
 
-    def _failed(self, index: int, error: BaseException) -> None:
-        self._errors.append(error)
-        self.mailbox.abort(str(error))
-
 
 def _later(
-    queue: SimpleQueue[Any], job: Callable[[], None], errors: list[BaseException]
+    queue: SimpleQueue[Any], job: Callable[[], None], failed: Callable[[BaseException], None]
 ) -> SimpleQueue[None]:
     """Have a thread do a job; the queue returned gets a token at its end."""
     done: SimpleQueue[None] = SimpleQueue()
@@ -193,7 +197,7 @@ def _later(
         try:
             job()
         except BaseException as error:
-            errors.append(error)
+            failed(error)
         finally:
             done.put(None)
 
