@@ -52,7 +52,7 @@ class Port(CudaDevice):
         with self.current():
             times = torch.zeros(2, dtype=torch.int64, device=self.torch_device)
             kernels.span_kernel[(1,)](times, 0, num_warps=1)
-            kernels.spin_kernel[(1,)](times, 1000, num_warps=1)
+            kernels.spin_kernel[(1,)](times, 16_000, num_warps=1)
             DeviceClock(1, self.torch_device).stamp("begin")
             torch.zeros(1, device=self.torch_device).add_(1)
             self.flags.epoch.add_(1)
