@@ -1,0 +1,162 @@
+"""Costs measured on this computer's own CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from devplace import workloads
+from devplace.cost.analytic import Analytic
+from devplace.cost.inputs import Arguments, make_tensor
+from devplace.cost.profiled import Profiled
+from devplace.cost.signature import OpCall, TensorSpec, op_calls
+from devplace.graph import OpGraph
+from devplace.graph.capture import capture
+from devplace.machine import Machine, detect, presets
+
+NAMES = ["rnnlm", "nmt-2", "gnmt-4", "bert-base", "gpt-2", "moe", "resnet-50", "inception-v3"]
+
+
+def captured(name: str = "rnnlm") -> OpGraph:
+    workload = workloads.build(name, size="small", device="meta")
+    optimizer = torch.optim.Adam(workload.model.parameters(), lr=0.01)
+    return capture(workload.model, workload.inputs, workload.loss_fn, optimizer)
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    return captured()
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return detect(cpu_devices=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_op_of_every_workload_can_be_timed(name: str) -> None:
+    """Made-up inputs are valid: no op of the built-in workloads fails, indices included."""
+    step = captured(name)
+    table = Profiled(seconds=60, cache=None)(step, detect(cpu_devices=2))
+    assert table.origin == "profiled"
+    assert table.notes == ()
+    works = [i for i, op in enumerate(step.ops) if not op.is_source and not op.is_view]
+    assert (table.compute_ns[works] > 0).all()
+    free = sorted(set(range(len(step.ops))) - set(works))
+    assert (table.compute_ns[free] == 0).all()
+
+
+def test_equal_calls_cost_the_same(graph: OpGraph, machine: Machine) -> None:
+    """Ops of one signature have one time, on every device of the same model."""
+    calls = op_calls(graph)
+    table = Profiled(seconds=60, cache=None)(graph, machine)
+    assert len({call.key for call in calls.values()}) < len(calls) / 2
+    first: dict[str, int] = {}
+    for index, call in calls.items():
+        assert table.compute_ns[index, 0] == first.setdefault(call.key, table.compute_ns[index, 0])
+    assert (table.compute_ns[:, 0] == table.compute_ns[:, 1]).all()
+
+
+def test_a_second_time_comes_from_the_cache(
+    graph: OpGraph, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is measured again, and the numbers are equal."""
+    profiled = Profiled(seconds=60, cache=tmp_path / "t.sqlite")
+    first = profiled(graph, machine)
+
+    def refuse(call: OpCall, threads: int) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("devplace.cost.timing.time_on_cpu", refuse)
+    assert np.array_equal(profiled(graph, machine).compute_ns, first.compute_ns)
+
+
+def test_a_damaged_cache_is_said_and_not_used(
+    graph: OpGraph, machine: Machine, tmp_path: Path
+) -> None:
+    """The step is measured all the same, with a note."""
+    path = tmp_path / "t.sqlite"
+    path.write_text("no database at all, whatever its name says")
+    table = Profiled(seconds=60, cache=path)(graph, machine)
+    assert table.origin == "profiled"
+    assert any("cannot be used" in note for note in table.notes)
+
+
+def test_without_time_everything_is_estimated(graph: OpGraph, machine: Machine) -> None:
+    """No second to measure: base costs and a note that says so."""
+    table = Profiled(seconds=0, cache=None)(graph, machine)
+    assert np.array_equal(table.compute_ns, Analytic()(graph, machine).compute_ns)
+    assert "not measured within 0 s" in table.notes[0]
+
+
+def test_an_op_that_fails_is_estimated_from_its_kin(
+    graph: OpGraph, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is the base one times the ratio found on other ops."""
+    from devplace.cost import timing
+
+    base = Analytic()(graph, machine).compute_ns[:, 0]
+    keys = {call.key: int(base[index]) for index, call in op_calls(graph).items()}
+
+    def twice(call: OpCall, threads: int) -> Any:
+        if "tanh" in call.key:
+            raise RuntimeError("no such kernel")
+        return timing.Timing(2 * keys[call.key])
+
+    monkeypatch.setattr(timing, "time_on_cpu", twice)
+    table = Profiled(seconds=60, cache=None)(graph, machine)
+    assert any("no such kernel" in note for note in table.notes)
+    works = list(op_calls(graph))
+    assert (table.compute_ns[works, 0] == 2 * base[works]).all()
+
+
+def test_devices_of_another_machine_keep_their_base_costs(graph: OpGraph) -> None:
+    """A described machine is priced by the roofline, whatever this computer is."""
+    described = presets.get("h100x2")
+    table = Profiled(cache=None)(graph, described)
+    assert table.origin == "analytic"
+    assert np.array_equal(table.compute_ns, Analytic()(graph, described).compute_ns)
+
+
+def test_skipped_devices_are_not_measured(graph: OpGraph, machine: Machine) -> None:
+    """A device that is left out costs no time and keeps its base costs."""
+    table = Profiled(cache=None, skip=("cpu:0", "cpu:1"))(graph, machine)
+    assert table.origin == "analytic"
+
+
+def test_indices_are_valid_and_layouts_kept() -> None:
+    """Integers stay below their bound; strides, also of expanded tensors, are as asked for."""
+    generator = torch.Generator().manual_seed(0)
+    indices = make_tensor(TensorSpec((50,), (1,), "int64", 3), "cpu", generator)
+    assert set(indices.tolist()) == {0, 1, 2}
+    expanded = make_tensor(TensorSpec((4, 5), (1, 0), "float32"), "cpu", generator)
+    assert expanded.stride() == (1, 0)
+    turned = make_tensor(TensorSpec((4, 5), (1, 4), "bfloat16"), "cpu", generator)
+    assert turned.stride() == (1, 4)
+    assert turned.dtype == torch.bfloat16
+
+
+def test_cold_inputs_come_in_copies() -> None:
+    """An input that is out of the cache in a step is read from several places in turn."""
+    warm = TensorSpec((1024, 1024), (1024, 1), "float32")
+    cold = warm._replace(is_cold=True)
+    call = OpCall(torch.ops.aten.add.Tensor, (cold, warm), {}, "add")
+    arguments = Arguments(call, "cpu", cold_bytes=3 * 4 * 2**20, most_bytes=2**30)
+    assert arguments.copies == 4
+    few = Arguments(call, "cpu", cold_bytes=3 * 4 * 2**20, most_bytes=12 * 2**20)
+    assert few.copies == 2
+    assert torch.equal(arguments.run(0), arguments.run(4))
+    assert not torch.equal(arguments.run(0), arguments.run(1))
+
+
+def test_a_machine_is_measured_only_where_its_processor_is(graph: OpGraph) -> None:
+    """A CPU of another model is not this computer's."""
+    here = detect(cpu_devices=2)
+    devices = tuple(msgspec.structs.replace(d, model="Another CPU") for d in here.devices)
+    other = Machine("other", devices, here.links, here.pools)
+    assert Profiled(cache=None)(graph, other).origin == "analytic"
