@@ -29,7 +29,8 @@ def detect(cpu_devices: int | None = None) -> Machine:
 
     Without GPUs: logical CPU devices that share one memory pool, the memory this process may use.
     With GPUs (those `CUDA_VISIBLE_DEVICES` leaves): `cpu:0` and every card, with its UUID, its
-    memory, and what others hold of it now as reserve. Links join cards with peer access; others go
+    memory, and what is held of it now as reserve; memory that this process's torch has cached but
+    does not use is free. Links join cards with peer access; others go
     through `cpu:0`. Speeds are constants of known products, not measured: the same machine gives
     the same description, except for memory in use.
 
@@ -172,8 +173,9 @@ def _gpu(torch: Any, index: int) -> Device:
     card = _card(properties.name)
     known = card is not None
     template = (card or _unknown_card(properties)).device(f"cuda:{index}")
+    cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
     # What is in use now includes this process's own context, already in `card.reserve_bytes`.
-    in_use = -(-(total - free) // ROUND_BYTES) * ROUND_BYTES
+    in_use = -(-(total - free - cached) // ROUND_BYTES) * ROUND_BYTES
     reserve = max(template.reserve_bytes if known else ROUND_BYTES * 16, in_use)
     return msgspec.structs.replace(
         template,
