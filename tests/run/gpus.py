@@ -104,13 +104,13 @@ def seen_executors(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[
     module = sys.modules["devplace.run.check"]  # the package has a function of this name
     make, seen = module.make_executor, []
 
-    def noting(schedule: Any, seed: int, *rest: Any) -> Any:
+    def noting(schedule: Any, seed: int = 0, *rest: Any, **named: Any) -> Any:
         if options and not ON_CPU:
             from devplace.run.cuda import CudaExecutor
 
             seen.append(CudaExecutor(schedule, seed, **options))
         else:
-            seen.append(make(schedule, seed, *rest))
+            seen.append(make(schedule, seed, *rest, **named))
         return seen[-1]
 
     with monkeypatch.context() as patch:

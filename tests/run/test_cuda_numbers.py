@@ -286,9 +286,7 @@ def run(training: Training, count: int, seed: int, steps: int, placed: Any = Non
 
 def compiled(training: Training, count: int, placed: Any, seed: int = 0) -> Step:
     names = gpus.names(count)
-    return compile_step(
-        training.model, training.optimizer, training.graph, *placed, names, seed
-    )
+    return compile_step(training.model, training.optimizer, training.graph, *placed, names, seed)
 
 
 def test_dropout_depends_on_the_seed_alone(transformer: Training) -> None:
