@@ -7,15 +7,18 @@ import copy
 import gc
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.run import gpus
 from tests.run.models import mean_square
 from tests.run.placed import largest_difference, sgd, train_eager
@@ -224,11 +227,10 @@ def test_s22_a_small_model_stays_on_one_gpu() -> None:
 def test_s23_a_plan_that_measures_slower_is_not_returned() -> None:
     """With links described as far too fast the search splits; running the plans finds one GPU
     faster, and that is what is returned and said."""
-    from msgspec.structs import replace
-
     found = detect()
     links = tuple(
-        replace(link, latency_ns=0, bytes_per_s=link.bytes_per_s * 1000) for link in found.links
+        structs.replace(link, latency_ns=0, bytes_per_s=link.bytes_per_s * 1000)
+        for link in found.links
     )
     model = nn.ModuleList(mlp(64, 12) for _ in range(4))
     batch = (torch.randn(8, 64),)
@@ -245,23 +247,25 @@ def test_s23_a_plan_that_measures_slower_is_not_returned() -> None:
     assert len(best_predicted.candidate.devices) > 1
     assert seen.best.measured_ns <= seen.best_single.measured_ns
     assert step.devices == seen.best.candidate.devices
-    assert seen.verdict in str(step)
+    assert seen.verdict() in str(step)
 
 
 @two_gpus
 def test_s30_links_are_measured_per_pair_and_direction(tmp_path: Path) -> None:
     """`devplace probe` measures every ordered pair, and the machine file it writes holds that."""
     path = tmp_path / "machine.toml"
+    main = "from devplace.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-m", "devplace", "probe", "--json", "-o", str(path)],
+        [sys.executable, "-c", main, "probe", "--json", "-o", str(path)],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "DEVPLACE_CACHE": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     rows = {(row["src"], row["dst"]): row for row in json.loads(done.stdout)["pairs"]}
     for pair in itertools.permutations(gpus.names(gpus.NUM_GPUS), 2):
-        assert rows[pair]["faults"] in ([], ())
+        assert not rows[pair]["faults"]
         assert len(rows[pair]["sizes"]) > 3
         assert rows[pair]["hop_ns"]
     machine = dp.load_machine(path)
