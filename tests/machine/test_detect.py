@@ -13,6 +13,12 @@ from devplace.machine.detect import cpu_machine, gpu_machine, memory_limit, num_
 GIB = 2**30
 
 
+def segment(device, unused, pool=(0, 0)):
+    """One stretch of memory that torch holds, 1 GiB of it in use."""
+    sizes = {"total_size": GIB + unused, "allocated_size": GIB}
+    return {"device": device, "segment_pool_id": pool, **sizes}
+
+
 def fake_torch(models, *, peers=True, used=GIB, cached=0, major=9):
     """A stand-in for torch with these cards."""
     properties = [
@@ -30,8 +36,7 @@ def fake_torch(models, *, peers=True, used=GIB, cached=0, major=9):
         get_device_properties=lambda index: properties[index],
         mem_get_info=lambda index: (80 * GIB - used, 80 * GIB),
         can_device_access_peer=lambda a, b: peers,
-        memory_reserved=lambda index: cached + GIB,
-        memory_allocated=lambda index: GIB,
+        memory_snapshot=lambda: [segment(0, cached), segment(2, GIB), segment(0, GIB, pool=(0, 1))],
     )
     return SimpleNamespace(cuda=cuda)
 
@@ -94,7 +99,8 @@ def test_known_gpus_take_the_preset_speeds():
 
 
 def test_s09_own_unused_cache_is_free():
-    """What torch has cached and does not use is no reserve; what is in use is."""
+    """What torch has cached and does not use is no reserve; what is in use is, and so is what the
+    CUDA graphs of this process hold."""
     plain, with_cache = (
         gpu_machine(fake_torch(["NVIDIA H100 80GB HBM3"], used=5 * GIB + cached, cached=cached))
         for cached in (0, 3 * GIB)

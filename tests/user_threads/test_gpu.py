@@ -75,6 +75,7 @@ def compare_with_torch(
     step = compile_step(model, optimizer, graph, *place(graph, count), gpus.names(count))
     losses = [float(step(*batch)) for batch in batches]
     step.sync()
+    step.close()
     expected = train_eager(twin, make_optimizer(list(twin.parameters())), batches, loss_fn)
     assert losses == pytest.approx(expected, abs=1e-9)
     assert largest_difference(model, twin) < 1e-9
@@ -136,12 +137,14 @@ def test_s19_targets_on_the_cpu_reach_the_loss_on_another_gpu() -> None:
     placed = gpus.modules_on({"body": 0}, default=1)(graph, 2)
     step = compile_step(model, optimizer, graph, *placed, gpus.names(2))
     losses = [float(step(*batch)) for batch in data]
+    step.close()
     at_home = [gpus.to_home(batch) for batch in data]
     expected = train_eager(twin, sgd(list(twin.parameters())), at_home, weighted_cross_entropy)
     assert losses == pytest.approx(expected, abs=1e-9)
 
 
 @two_gpus
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # of torch's own step
 def test_s20_a_step_captured_on_one_gpu_runs_on_another() -> None:
     """Factory calls and default LSTM states run where the plan says."""
     place = gpus.modules_on({}, default=1)
@@ -173,6 +176,7 @@ def test_s49_gradients_are_clipped_over_gpus() -> None:
         norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         other.step()
     step.sync()
+    step.close()
     assert norm > 1.0
     assert largest_difference(model, twin) < 1e-9
 
@@ -200,6 +204,7 @@ def test_s50_resume_under_another_plan_on_gpus(tmp_path: Path) -> None:
     step = compile_step(fresh, resumed, graph, *gpus.at_random(graph, 2, 2), gpus.names(2))
     losses += [float(step(*batch)) for batch in data[3:]]
     step.sync()
+    step.close()
     expected = train_eager(twin, adam(list(twin.parameters())), data, mean_square)
     assert losses == pytest.approx(expected, abs=1e-9)
     assert largest_difference(fresh, twin) < 1e-9
@@ -226,6 +231,7 @@ def test_s26_no_parameter_crosses_a_link_on_gpus() -> None:
     puts = dict(step.executor.put_count)
     for _ in range(3):
         step(*batch)
+    step.close()
     schedule = step.executor.schedule
     producers = [graph.ops[graph.producer[t.tensor]] for t in schedule.transfers]
     assert producers

@@ -71,6 +71,7 @@ def test_s55_ops_see_the_device_they_run_on() -> None:
     step = compile_step(model, optimizer, graph, *placed, gpus.names(2))
     assert float(step(*batch)) == 1.0
     step.sync()
+    step.close()
     # every one of the 3 rows has gradient 1, the index of the device
     torch.testing.assert_close(model.layer.bias.detach(), before - 3.0)
 
