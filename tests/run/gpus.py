@@ -6,6 +6,7 @@ them: what is then left to fail on a GPU is what belongs to GPUs.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -116,3 +117,19 @@ def seen_executors(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[
     with monkeypatch.context() as patch:
         patch.setattr(module, "make_executor", noting)
         yield seen
+
+
+@contextmanager
+def capped(limits: Mapping[int, int]) -> Iterator[None]:
+    """This process may take so many more bytes of each of these GPUs: a smaller GPU emulated."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    for index, limit in limits.items():
+        total = torch.cuda.get_device_properties(index).total_memory
+        may = torch.cuda.memory_reserved(index) + limit
+        torch.cuda.set_per_process_memory_fraction(may / total, index)
+    try:
+        yield
+    finally:
+        for index in limits:
+            torch.cuda.set_per_process_memory_fraction(1.0, index)

@@ -5,15 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,22 +37,6 @@ def _clean() -> None:
     torch.manual_seed(0)
     gc.collect()
     torch.cuda.empty_cache()
-
-
-@contextmanager
-def capped(limits: Mapping[int, int]) -> Iterator[None]:
-    """This process may take so many more bytes of each of these GPUs: a smaller GPU emulated."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    for index, limit in limits.items():
-        total = torch.cuda.get_device_properties(index).total_memory
-        may = torch.cuda.memory_reserved(index) + limit
-        torch.cuda.set_per_process_memory_fraction(may / total, index)
-    try:
-        yield
-    finally:
-        for index in limits:
-            torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def problem_of(graph: Any, **demands: Any) -> Any:
@@ -118,9 +95,9 @@ def assert_verdict(make: Any, margin: float) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     graph = capture(model, batch, loss, optimizer)
     plan, peak = one_gpu(graph)
-    with capped({0: int(peak * (1 - margin))}), pytest.raises(ExecutionError, match="memory"):
+    with gpus.capped({0: int(peak * (1 - margin))}), pytest.raises(ExecutionError, match="memory"):
         run_plan(plan, model, optimizer, graph, batch)
-    with capped({0: int(peak * (1 + margin))}):
+    with gpus.capped({0: int(peak * (1 + margin))}):
         run_plan(plan, model, optimizer, graph, batch)
 
 
@@ -143,7 +120,7 @@ def test_s01_the_whole_step_stays_under_the_limits() -> None:
     _, peak = one_gpu(capture(model, batch, loss, optimizer))
     limit = int(0.7 * peak)
     limits = {"cuda:0": limit, "cuda:1": limit}
-    with capped({0: int(1.05 * limit), 1: int(1.05 * limit)}):
+    with gpus.capped({0: int(1.05 * limit), 1: int(1.05 * limit)}):
         step = dp.parallelize(model, batch, loss, optimizer, budget=BUDGET, limits=limits)
         losses = [float(step(*batch)) for _ in range(3)]
         step.close()
@@ -159,7 +136,7 @@ def test_s28_unequal_limits_are_used() -> None:
     _, peak = one_gpu(capture(model, batch, mean_square, optimizer))
     limits = {0: int(0.45 * peak), 1: int(0.75 * peak)}
     named = {f"cuda:{k}": limit for k, limit in limits.items()}
-    with capped({k: int(1.05 * limit) for k, limit in limits.items()}):
+    with gpus.capped({k: int(1.05 * limit) for k, limit in limits.items()}):
         step = dp.parallelize(model, batch, mean_square, optimizer, budget=BUDGET, limits=named)
         step(*batch)
         step.close()
@@ -200,7 +177,7 @@ def test_s12_a_split_by_weights_fits_inference_but_not_training() -> None:
         plans.append(result.plan)
         peaks.append(int(result.timeline.peak_bytes[first]))
     assert peaks[1] > 2 * peaks[0]
-    with capped({0: sum(peaks) // 2}):
+    with gpus.capped({0: sum(peaks) // 2}):
         run_plan(plans[0], model, None, graphs[0], batch)
         with pytest.raises(ExecutionError, match="memory"):
             run_plan(plans[1], model, optimizer, graphs[1], batch)
@@ -250,49 +227,6 @@ def test_s23_a_plan_that_measures_slower_is_not_returned() -> None:
     assert seen.verdict() in str(step)
 
 
-@two_gpus
-def test_s30_links_are_measured_per_pair_and_direction(tmp_path: Path) -> None:
-    """`devplace probe` measures every ordered pair, and the machine file it writes holds that."""
-    path = tmp_path / "machine.toml"
-    main = "from devplace.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", main, "probe", "--json", "-o", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "DEVPLACE_CACHE": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {(row["src"], row["dst"]): row for row in json.loads(done.stdout)["pairs"]}
-    for pair in itertools.permutations(gpus.names(gpus.NUM_GPUS), 2):
-        assert not rows[pair]["faults"]
-        assert len(rows[pair]["sizes"]) > 3
-        assert rows[pair]["hop_ns"]
-    machine = dp.load_machine(path)
-    speeds = {(link.src, link.dst): link.bytes_per_s for link in machine.links}
-    assert all(pair in speeds for pair in itertools.permutations(gpus.names(2), 2))
-
-
-@two_gpus
-def test_s53_the_probe_finds_a_link_that_changes_data() -> None:
-    """Copies from the first GPU that flip a byte from 1 MiB on make that pair, and only it,
-    unusable."""
-    from devplace.run.cuda.probe import CudaBench
-    from devplace.run.probe.measure import run_probe
-
-    from devplace.run.cuda.push import push_by_kernel
-
-    def push(source: Any, buffer: Any, flag: Any) -> int:
-        wrong = source.device.index == 0 and source.numel() * source.element_size() >= MIB
-        if wrong:
-            source = source.clone()
-            source[-1:].bitwise_xor_(1)
-        return push_by_kernel(source, buffer, flag)
-
-    report = run_probe(CudaBench(gpus.names(2), push, push), {})
-    assert [(pair.src, pair.dst) for pair in report.faulty] == [gpus.names(2)]
-
-
 class Counted(nn.Module):
     """A large product, and its sum outside of any module."""
 
@@ -332,21 +266,3 @@ def test_s48_dropout_on_a_cpu_beside_gpus_is_refused() -> None:
     placed = gpus.modules_on({"1": 1})(graph, 2)
     with pytest.raises(PlanError, match="random"):
         compile_step(model, optimizer, graph, *placed, BESIDE)
-
-
-def test_s64_profiling_needs_no_more_memory_than_an_op() -> None:
-    """A model larger than the memory that is left is profiled op by op."""
-    from devplace.cost import Profiled
-
-    model = mlp(4096, 12)
-    batch = (torch.randn(256, 4096),)
-    graph = capture(
-        model.to("cuda:0"), tuple(x.cuda() for x in batch), mean_square, sgd(model.parameters())
-    )
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.cpu()
-    with capped({0: weights // 3}):
-        costs = Profiled()(graph, detect())
-    index = detect().device_names.index("cuda:0")
-    times = costs.compute_ns[:, index]
-    assert all(times[k] > 0 for k, op in enumerate(graph.ops) if not (op.is_source or op.is_view))

@@ -40,11 +40,12 @@ class ListSchedule:
         self._out_ptr = tasks.out_ptr.tolist()
         self._cons_ptr, self._cons = tasks.cons_ptr.tolist(), tasks.cons.tolist()
         self._maker: list[int] = tasks.carrier_maker.tolist()
-        self._transfer = wires.transfer_ns.tolist()
+        self._transfer, self._shared = wires.transfer_ns.tolist(), wires.channel_ns.tolist()
         self._link, self._latency = wires.link_class.tolist(), wires.latency_ns.tolist()
         self._channel_ptr, self._channel = wires.channel_ptr.tolist(), wires.channel.tolist()
         self._contention = contention
         self._channel_free = [0] * wires.num_channels
+        self._link_free = [0] * self.num_devices**2
         self._arrival: dict[tuple[int, int], int] = {}
         self._charged = [False] * tasks.num_groups
         for group, device in enumerate(self.group_device):
@@ -89,6 +90,7 @@ class ListSchedule:
         begin = self.finish[maker]
         if self._contention:
             pair = home * self.num_devices + device
+            begin = max(begin, self._link_free[pair])
             for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
                 begin = max(begin, self._channel_free[c])
         return begin
@@ -118,10 +120,13 @@ class ListSchedule:
         home = self.group_device[self.group[maker]]
         if home == device or (carrier, device) in self._arrival:
             return
-        end = self._begins(maker, home, device) + self._transfer[self._link[home][device]][carrier]
+        begin, kind = self._begins(maker, home, device), self._link[home][device]
+        end = begin + self._transfer[kind][carrier]
         pair = home * self.num_devices + device
+        self._link_free[pair] = max(self._link_free[pair], end)
         for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
-            self._channel_free[c] = max(self._channel_free[c], end)
+            shared = begin + self._shared[kind][carrier]
+            self._channel_free[c] = max(self._channel_free[c], shared)
         self._arrival[carrier, device] = end + self._latency[home][device]
 
     def _decide(self, group: int, device: int) -> None:

@@ -118,8 +118,15 @@ def _storages(tasks: Tasks, renumber: Ids, restore: Ids, added: Ids) -> I32:
 
 
 def _wider(wires: Wires, ends: I32) -> Wires:
+    def widen(table: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.ascontiguousarray(np.insert(table, ends, 0, axis=1))
+
     return replace(
-        wires, transfer_ns=np.ascontiguousarray(np.insert(wires.transfer_ns, ends, 0, axis=1))
+        wires,
+        transfer_ns=widen(wires.transfer_ns),
+        channel_ns=widen(wires.channel_ns),
+        send_ns=widen(wires.send_ns),
+        receive_ns=widen(wires.receive_ns),
     )
 
 
