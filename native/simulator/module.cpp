@@ -59,6 +59,7 @@ class Kernel {
     core_.duration_ns = copy<i64>(wires, "duration_ns");
     core_.transfer_ns = copy<i64>(wires, "transfer_ns");
     core_.channel_ns = copy<i64>(wires, "channel_ns");
+    core_.queues = copy<u8>(wires, "queues");
     core_.latency_ns = copy<i64>(wires, "latency_ns");
     core_.send_ns = copy<i64>(wires, "send_ns");
     core_.receive_ns = copy<i64>(wires, "receive_ns");

@@ -73,6 +73,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         points: Measured (bytes, ns) a transfer occupies the link, sizes ascending. Between them
             linear, below the first as the first, beyond the last by `bytes_per_s`. None: bytes /
             bandwidth.
+        engine_bytes: From this size on transfers go by a copy engine and queue for channels;
+            smaller ones have a lane of their own and only slow down what queues. 0: all queue.
     """
 
     src: str
@@ -86,6 +88,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     send_share: float = 0.0
     receive_share: float = 0.0
     points: tuple[tuple[int, int], ...] = ()
+    engine_bytes: int = 0
 
     def duration_ns(self, num_bytes: int) -> int:
         """Time a transfer occupies the link, rounded up to 1 ns."""
@@ -196,6 +199,7 @@ def _staged(first: Link, second: Link) -> Link:
         send_share=first.send_share,
         receive_share=second.receive_share,
         points=_staged_points(first, second),
+        engine_bytes=min(first.engine_bytes, second.engine_bytes),
     )
 
 
@@ -293,6 +297,7 @@ def _validate_link(link: Link, names: set[str]) -> None:
     if link.src == link.dst:
         raise MachineError(f"{owner}: a link must join two devices.")
     _positive(link.bytes_per_s, owner, "bytes_per_s", "bytes/s")
+    _not_negative(link.engine_bytes, owner, "engine_bytes", "bytes")
     for name in ("latency_ns", "send_overhead_ns", "receive_overhead_ns"):
         _not_negative(getattr(link, name), owner, name, "ns")
     for name in ("send_share", "receive_share"):

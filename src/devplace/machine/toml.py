@@ -112,6 +112,7 @@ _LINK: dict[str, tuple[str, Parser]] = {
     "send_share": ("send_share", _share),
     "receive_share": ("receive_share", _share),
     "points": ("points", _points),
+    "engine_from": ("engine_bytes", _call(_amount)),
 }
 _POOL: dict[str, tuple[str, Parser]] = {
     "name": ("name", _call(_text)),
@@ -326,6 +327,7 @@ _DEFAULTS: dict[str, Any] = {
     "send_share": 0.0,
     "receive_share": 0.0,
     "points": (),
+    "engine_bytes": 0,
 }
 _UNITS = {
     "memory": SIZES,
@@ -335,6 +337,7 @@ _UNITS = {
     "latency": TIMES,
     "send_overhead": TIMES,
     "receive_overhead": TIMES,
+    "engine_from": SIZES,
 }
 
 

@@ -44,8 +44,9 @@ class ListSchedule:
         self._link, self._latency = wires.link_class.tolist(), wires.latency_ns.tolist()
         self._channel_ptr, self._channel = wires.channel_ptr.tolist(), wires.channel.tolist()
         self._contention = contention
-        self._channel_free = [0] * wires.num_channels
-        self._link_free = [0] * self.num_devices**2
+        self._channel_free: list[int] = [0] * wires.num_channels
+        self._lane_free: list[int] = [0] * (2 * self.num_devices**2)
+        self._queues: list[list[int]] = wires.queues.tolist()
         self._arrival: dict[tuple[int, int], int] = {}
         self._charged = [False] * tasks.num_groups
         for group, device in enumerate(self.group_device):
@@ -84,13 +85,16 @@ class ListSchedule:
             return known
         duration: int = self._transfer[self._link[home][device]][carrier]
         latency: int = self._latency[home][device]
-        return self._begins(maker, home, device) + duration + latency
+        return self._begins(carrier, home, device) + duration + latency
 
-    def _begins(self, maker: int, home: int, device: int) -> int:
-        begin = self.finish[maker]
+    def _begins(self, carrier: int, home: int, device: int) -> int:
+        begin = self.finish[self._maker[carrier]]
         if self._contention:
             pair = home * self.num_devices + device
-            begin = max(begin, self._link_free[pair])
+            queues: int = self._queues[self._link[home][device]][carrier]
+            begin = max(begin, self._lane_free[2 * pair + queues])
+            if not queues:
+                return begin
             for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
                 begin = max(begin, self._channel_free[c])
         return begin
@@ -120,13 +124,14 @@ class ListSchedule:
         home = self.group_device[self.group[maker]]
         if home == device or (carrier, device) in self._arrival:
             return
-        begin, kind = self._begins(maker, home, device), self._link[home][device]
+        begin, kind = self._begins(carrier, home, device), self._link[home][device]
         end = begin + self._transfer[kind][carrier]
         pair = home * self.num_devices + device
-        self._link_free[pair] = max(self._link_free[pair], end)
+        lane = 2 * pair + self._queues[kind][carrier]
+        self._lane_free[lane] = max(self._lane_free[lane], end)
         for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
-            shared = begin + self._shared[kind][carrier]
-            self._channel_free[c] = max(self._channel_free[c], shared)
+            free = max(self._channel_free[c], begin)
+            self._channel_free[c] = free + self._shared[kind][carrier]
         self._arrival[carrier, device] = end + self._latency[home][device]
 
     def _decide(self, group: int, device: int) -> None:

@@ -115,6 +115,7 @@ class Wires:
         duration_ns: Time of each task on each device. `[N, D]`
         transfer_ns: Time each carrier occupies a link of each kind. `[C, T]`
         channel_ns: Time it occupies the link's channels, which other links may share. `[C, T]`
+        queues: Whether it waits for channels and for others that do; uint8. `[C, T]`
         send_ns, receive_ns: Time it takes of the sender's and the receiver's ops. `[C, T]`
         link_class: Kind of link of each ordered pair, -1 on the diagonal. `[D, D]`
         latency_ns: `[D, D]`
@@ -129,6 +130,7 @@ class Wires:
     duration_ns: I64
     transfer_ns: I64
     channel_ns: I64
+    queues: NDArray[np.uint8]
     link_class: I32
     latency_ns: I64
     send_ns: I64
@@ -327,10 +329,12 @@ def build_wires(
             rows.append([channels.setdefault(c, len(channels)) for c in channels_of(link)])
     times = np.zeros((max(1, len(kinds)), len(tasks.carrier_bytes)), np.int64)
     send, receive, shared = times.copy(), times.copy(), times.copy()
+    queues = np.ones(times.shape, np.uint8)
     for link, row in kinds.items():
         times[row] = transfer_times(tasks.carrier_bytes, link)
         at_full_rate = transfer_times(tasks.carrier_bytes, msgspec.structs.replace(link, points=()))
         shared[row] = np.minimum(times[row], at_full_rate)
+        queues[row] = tasks.carrier_bytes >= link.engine_bytes
         send[row] = link.send_overhead_ns + np.rint(link.send_share * times[row])
         receive[row] = link.receive_overhead_ns + np.rint(link.receive_share * times[row])
     channel_ptr, channel = pointers(rows)
@@ -345,6 +349,7 @@ def build_wires(
         duration_ns=np.ascontiguousarray(durations, np.int64),
         transfer_ns=times,
         channel_ns=shared,
+        queues=queues,
         link_class=link_class,
         latency_ns=latency,
         send_ns=send,

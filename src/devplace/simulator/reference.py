@@ -13,9 +13,11 @@ Rules, in the order they apply at each instant `t`:
 
 A transfer waits for its link and the link's channels. It occupies the link for its duration and
 the channels for bytes / bandwidth, which may be less, and arrives a latency after its end; links
-and channels serve in the order of requests. Its receive buffer is taken when it is
-requested and freed when its last reader there has ended; the sender keeps the tensor until it
-has arrived. The transfer's overhead on a compute stream is paid by the next op that starts there.
+and channels serve in the order of requests. On a link with a copy engine, transfers below the
+engine's size have a lane of their own: they wait for each other, but not for channels. The
+receive buffer is taken when a transfer is requested and freed when its last reader there has ended;
+the sender keeps the tensor until it has arrived. The transfer's overhead on a compute stream is
+paid by the next op that starts there.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class _State:
     memory: list[int] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
     channel_free: list[int] = field(default_factory=list)
-    link_free: dict[tuple[int, int], int] = field(default_factory=dict)
+    lane_free: dict[tuple[int, int, bool], int] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     references: dict[int, int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -233,12 +235,15 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
     pair = d * state.core.num_devices + e
     used = wires.channel[wires.channel_ptr[pair] : wires.channel_ptr[pair + 1]]
     kind = wires.link_class[d, e]
-    free = [state.link_free.get((d, e), 0), *(state.channel_free[c] for c in used)]
-    begin = max(state.now, *free)
+    queues = bool(wires.queues[kind, carrier])
+    begin = max(state.now, state.lane_free.get((d, e, queues), 0))
+    if queues:
+        begin = max([begin, *(state.channel_free[c] for c in used)])
     end = begin + int(wires.transfer_ns[kind, carrier])
-    state.link_free[d, e] = end
+    state.lane_free[d, e, queues] = end
     for c in used:
-        state.channel_free[c] = begin + int(wires.channel_ns[kind, carrier])
+        free = max(state.channel_free[c], begin)
+        state.channel_free[c] = free + int(wires.channel_ns[kind, carrier])
     arrival = end + int(wires.latency_ns[d, e])
     state.debt[d] += int(wires.send_ns[kind, carrier])
     state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
