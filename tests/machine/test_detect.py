@@ -13,7 +13,13 @@ from devplace.machine.detect import cpu_machine, gpu_machine, memory_limit, num_
 GIB = 2**30
 
 
-def fake_torch(models, *, peers=True, used=GIB, major=9):
+def segment(device, unused, pool=(0, 0)):
+    """One stretch of memory that torch holds, 1 GiB of it in use."""
+    sizes = {"total_size": GIB + unused, "allocated_size": GIB}
+    return {"device": device, "segment_pool_id": pool, **sizes}
+
+
+def fake_torch(models, *, peers=True, used=GIB, cached=0, major=9):
     """A stand-in for torch with these cards."""
     properties = [
         SimpleNamespace(
@@ -30,6 +36,7 @@ def fake_torch(models, *, peers=True, used=GIB, major=9):
         get_device_properties=lambda index: properties[index],
         mem_get_info=lambda index: (80 * GIB - used, 80 * GIB),
         can_device_access_peer=lambda a, b: peers,
+        memory_snapshot=lambda: [segment(0, cached), segment(2, GIB), segment(0, GIB, pool=(0, 1))],
     )
     return SimpleNamespace(cuda=cuda)
 
@@ -89,6 +96,17 @@ def test_known_gpus_take_the_preset_speeds():
     assert gpu.flops_per_s["bfloat16"] == 494_500_000_000_000
     assert machine.path("cuda:0", "cuda:1").bytes_per_s == 389_000_000_000
     assert toml.loads(toml.dumps(machine)) == machine
+
+
+def test_s09_own_unused_cache_is_free():
+    """What torch has cached and does not use is no reserve; what is in use is, and so is what the
+    CUDA graphs of this process hold."""
+    plain, with_cache = (
+        gpu_machine(fake_torch(["NVIDIA H100 80GB HBM3"], used=5 * GIB + cached, cached=cached))
+        for cached in (0, 3 * GIB)
+    )
+    assert with_cache == plain
+    assert plain.devices[1].reserve_bytes == 5 * GIB
 
 
 def test_cards_without_peer_access_are_staged():

@@ -67,12 +67,12 @@ def test_learning_rate_schedules_work() -> None:
     optimizer, other = adam(list(model.parameters())), adam(list(twin.parameters()))
     batch = (torch.randn(4, 4),)
     step = make_step(model, batch, mean_square, optimizer, at_random(0))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
-    for k in range(4):
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, other)]
+    for _ in range(4):
         step(*batch)
         train_eager(twin, other, [batch], mean_square)
-        schedule.step()
-        optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (k + 1)
+        for schedule in schedules:
+            schedule.step()
     step.sync()
     assert largest_difference(model, twin) < 1e-9
 

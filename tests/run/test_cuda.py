@@ -98,7 +98,7 @@ def test_new_batches_and_rates_need_no_new_capture(num_devices: int) -> None:
     assert largest_difference(model, twin) < 1e-9
 
 
-def test_masks_are_fresh_in_every_step_and_reproducible() -> None:
+def test_s47_masks_are_fresh_in_every_step_and_reproducible() -> None:
     """Dropout differs from step to step, and the same seed gives the same steps."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 1)).cuda()
     batch = (torch.randn(16, 8, device="cuda"),)
@@ -202,7 +202,7 @@ def test_eager_and_graph_modes_agree() -> None:
 
 
 @two_gpus
-def test_devices_outside_the_plan_are_not_touched() -> None:
+def test_s06_devices_outside_the_plan_are_not_touched() -> None:
     """A step on cuda:1 makes no context on cuda:0."""
     script = """
         import ctypes, torch

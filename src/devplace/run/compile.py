@@ -146,6 +146,8 @@ class Step:
             self.executor.put(op, value)
         outcome = self.executor.step(self.steps_done + 1, self.is_timed)
         self._steps_since_capture = number
+        if self._optimizer is not None:
+            self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:
             self.timeline = outcome.timeline
         return outcome
