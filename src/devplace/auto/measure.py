@@ -252,7 +252,9 @@ class _Child:
         self._process.kill()
         self._process.wait()
         for thread in (self._listener, *self._senders):
-            thread.join()
+            thread.join(timeout=5)
+            if thread.is_alive():
+                return  # a process of the process holds the pipe
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]

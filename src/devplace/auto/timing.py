@@ -110,9 +110,7 @@ def time_executor(executor: Executor, seconds: float) -> tuple[int, ...]:
     return time_steps(run, getattr(executor, "synchronize", lambda: None), seconds)
 
 
-def time_steps(
-    run: Callable[[], Any], wait: Callable[[], Any], seconds: float
-) -> tuple[int, ...]:
+def time_steps(run: Callable[[], Any], wait: Callable[[], Any], seconds: float) -> tuple[int, ...]:
     """Time per step of each round, ns.
 
     Args:
