@@ -11,20 +11,20 @@ import pickle
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 OUT_OF_MEMORY = "out of memory"
 LENGTH = struct.Struct("<Q")
 
 
-def write_message(stream: BinaryIO, message: Any) -> None:
+def write_message(stream: IO[bytes], message: Any) -> None:
     """Send one message."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def read_message(stream: BinaryIO) -> Any:
+def read_message(stream: IO[bytes]) -> Any:
     """The next message.
 
     Raises:
@@ -48,7 +48,7 @@ def main() -> None:
     serve(sys.stdin.buffer, channel)
 
 
-def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
+def serve(incoming: IO[bytes], outgoing: IO[bytes]) -> None:
     """Answer messages.
 
     `("settings", values)` are torch's, `("step", key, bytes)` is kept, `("measure", key, ...)` is
@@ -97,7 +97,8 @@ def measure(step: Any, plan: Any, seconds: float, seed: int) -> Any:
     from devplace.auto.timing import time_plan
 
     graph, sources = step
-    return time_plan(graph, *plan, sources, seconds, seed)
+    placement, order, device_names = plan
+    return time_plan(graph, placement, order, device_names, sources, seconds, seed)
 
 
 def explain(error: BaseException) -> tuple[Any, bool]:

@@ -15,15 +15,15 @@ from devplace.auto.sources import step_sources
 from devplace.errors import InfeasibleError
 from devplace.graph import OpGraph
 from devplace.machine import Machine
-from devplace.placers import Placer, Result, Single, place
-from devplace.placers import Search as SearchPlacer
+from devplace.placers import Placer, Result, Search, Single, place
 from devplace.problem import Problem
 
 Tell = Callable[[str], None]
+_Pair = tuple[Candidate, Trial]
 
 
 @dataclass(frozen=True)
-class Search:
+class Searched:
     """What was found for one capture.
 
     Attributes:
@@ -65,21 +65,21 @@ def search(
     seed: int,
     confirms: bool,
     tell: Tell,
-) -> list[Search]:
+) -> list[Searched]:
     """Place every capture; those that do not fit are left out.
 
     Raises:
         InfeasibleError: None fits.
     """
-    found: list[Search] = []
+    found: list[Searched] = []
     first_error: InfeasibleError | None = None
     for number, graph in enumerate(graphs):
         problem = Problem(graph, machine, price(graph, machine), **demands)
-        chosen = placer or (SearchPlacer() if len(problem.usable_devices) > 1 else Single())
+        chosen = placer or (Search() if len(problem.usable_devices) > 1 else Single())
         budget = clock.search_budget(len(graphs) - number, confirms)
         tell(f"searching ({number + 1} of {len(graphs)})")
         try:
-            found.append(Search(graph, place(problem, chosen, budget, seed)))
+            found.append(Searched(graph, place(problem, chosen, budget, seed)))
         except InfeasibleError as error:
             first_error = first_error or error
     if not found:
@@ -89,7 +89,7 @@ def search(
 
 
 def choose(
-    searches: Sequence[Search],
+    searches: Sequence[Searched],
     arguments: tuple[Any, Any, Any, Any],
     measurer: Measurer | None,
     clock: Clock,
@@ -127,11 +127,11 @@ def choose(
     return Choice(tuple(ranked), confirmation, notes)
 
 
-def _trials(
-    searches: Sequence[Search], arguments: tuple[Any, Any, Any, Any]
-) -> list[tuple[Candidate, Trial]]:
+def _trials(searches: Sequence[Searched], arguments: tuple[Any, Any, Any, Any]) -> list[_Pair]:
     """What to run: the best single device, every search's best by prediction, then the others."""
-    singles, bests, others = [], [], []
+    singles: list[_Pair] = []
+    bests: list[_Pair] = []
+    others: list[_Pair] = []
     for number, one in enumerate(searches):
         sources = step_sources(one.graph, *arguments)
         found = candidates(one.result) if number == 0 else candidates(one.result, 0)

@@ -208,7 +208,7 @@ class _Child:
         self.has_ended = False
         self._known: set[int] = set()
         self._senders: list[threading.Thread] = []
-        self._stderr = tempfile.TemporaryFile()  # closed in `end`
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)
         self._process = subprocess.Popen(
             command,
