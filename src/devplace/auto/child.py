@@ -14,6 +14,7 @@ import sys
 from typing import IO, Any
 
 OUT_OF_MEMORY = "out of memory"
+MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 LENGTH = struct.Struct("<Q")
 
 
@@ -124,7 +125,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in MEMORY_WORDS)
 
 
 def free_memory() -> None:
