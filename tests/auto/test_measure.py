@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.auto.steps import captured, hostile, placed, trials
 
 from devplace.auto.measure import Measurer, Trial, measure
 from devplace.auto.sources import Source, step_sources
@@ -16,6 +15,7 @@ from devplace.auto.timing import time_plan, time_steps
 from devplace.auto.wire import pack, unpack
 from devplace.errors import InputError
 from devplace.run.schedule import make_schedule
+from tests.auto.steps import captured, hostile, placed, trials
 
 SHORT = 0.05
 
@@ -32,7 +32,8 @@ def test_a_step_survives_the_way_to_another_process() -> None:
         assert str(old.kwargs) == str(new.kwargs)
     plan = placed(graph).plan
     schedules = [
-        make_schedule(each, plan.placement, plan.order, plan.device_names) for each in (graph, again)
+        make_schedule(each, plan.placement, plan.order, plan.device_names)
+        for each in (graph, again)
     ]
     assert schedules[0].transfers == schedules[1].transfers
     assert str(schedules[0].instructions) == str(schedules[1].instructions)

@@ -84,7 +84,9 @@ def attempt(steps: dict[int, Any], key: int, *request: Any) -> tuple[Any, bool]:
     except Exception as error:
         return ("unreadable", str(error)), True
     try:
-        return ("measured", measure(steps[key], *request)), True
+        timing = measure(steps[key], *request)
+        free_memory()
+        return ("measured", timing), True
     except Exception as error:
         answer, is_healthy = explain(error)
         del error
@@ -130,7 +132,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Let go of what a failed plan held."""
+    """Let go of what a plan held, before the next one."""
     import gc
 
     import torch

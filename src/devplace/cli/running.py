@@ -16,8 +16,9 @@ from devplace.cli.tracing import print_deviations
 from devplace.plan import Plan, load_plan
 from devplace.units import format_bytes, format_time
 
-GPU_SECONDS = 0.5
-"""How long steps are timed on GPUs."""
+TIMING_SECONDS = 0.5
+QUICK_NS = 200_000_000
+"""Quicker steps are run more often for their time: the first ones are slower."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class _Ran:
 
 
 def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
-    """Steps one by one for their losses; on GPUs more of them without waiting, for their time."""
+    """Steps one by one for their losses; if they are quick, more without waiting, for their time."""
     from devplace.auto.timing import median_ns, time_steps
     from devplace.run import compile
 
@@ -159,8 +160,11 @@ def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
             begin = time.perf_counter_ns()
             losses.append(float(once()))
             times.append(time.perf_counter_ns() - begin)
+        step.is_timed = False
+        if min(times) < QUICK_NS:
+            wait = getattr(executor, "synchronize", lambda: None)
+            times = list(time_steps(once, wait, TIMING_SECONDS))
         if step.timeline is None:
-            times = list(time_steps(once, executor.synchronize, GPU_SECONDS))
             step.is_timed = True
             once()
         mode = getattr(executor, "mode", "threads")

@@ -95,7 +95,7 @@ class Deviations:
         step_ns = self.step.measured_ns
         found = [_table("Devices", "what", (self.step, *self.devices), step_ns)]
         lists = [("Kinds of ops", "op", self.kinds), ("Ops", "op", self.ops)]
-        lists += [("Links", "all transfers", self.links), ("Transfers", "tensor", self.transfers)]
+        lists += [("Links", "transfers", self.links), ("Transfers", "tensor", self.transfers)]
         for title, head, rows in lists:
             if rows:
                 of = f", {most} largest of {len(rows)}" if len(rows) > most else ""
@@ -132,7 +132,7 @@ def deviations(
         _largest_first(kinds),
         _largest_first(ops),
         _largest_first(sent),
-        _largest_first(_summed([("", row.where, row) for row in sent])),
+        _largest_first(_summed([("all", row.where, row) for row in sent])),
         tuple([*unseen, *missing]),
     )
 
@@ -238,7 +238,7 @@ def _table(title: str, head: str, rows: Sequence[Deviation], step_ns: int) -> Ta
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     with_bytes = any(row.num_bytes for row in rows)
     table.add_column(head, overflow="fold")
-    table.add_column("where", overflow="fold")
+    table.add_column("where", no_wrap=True)
     heads = ["count", "planned", "measured", "difference", "of step"]
     for name in [*heads, "size"] if with_bytes else heads:
         table.add_column(name, justify="right", no_wrap=True)
