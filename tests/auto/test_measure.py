@@ -74,7 +74,7 @@ def test_plans_are_measured_in_either_process(in_child: bool) -> None:
 
 
 def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None:
-    """Kill, exit, out of memory and illegal access are named, and the plans between are measured."""
+    """Kill, exit, out of memory, illegal access are named; the plans between are measured."""
     actions = ["kill", "ok", "exit", "memory", "noise", "illegal", "ok"]
     command = hostile(actions, tmp_path)
     found = measure(trials(actions), seconds=SHORT, command=command)

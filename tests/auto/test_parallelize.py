@@ -42,7 +42,7 @@ def test_a_training_loop_trains_as_eager_torch_does() -> None:
         expected = nn.functional.cross_entropy(twin(x), y)
         expected.backward()
         other.step()
-        assert float(step(x, y)) == pytest.approx(float(expected), abs=1e-9)
+        assert float(step(x, y)) == pytest.approx(float(expected.detach()), abs=1e-9)
     step.sync()
     step.close()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
@@ -99,8 +99,8 @@ def test_micro_batches_are_tried_as_graphs_of_their_own() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     batch = (torch.randn(6, 4).double(), torch.randint(0, 3, (6,)))
-    expected = float(nn.functional.cross_entropy(model(batch[0]), batch[1]))
-    options = {**QUICK, "budget": "20ev,60s", "micro_batches": "auto"}
+    expected = float(nn.functional.cross_entropy(model(batch[0]), batch[1]).detach())
+    options = {**QUICK, "budget": "20ev,600s", "micro_batches": "auto"}
     with dp.parallelize(model, batch, nn.functional.cross_entropy, adam(model), **options) as step:
         assert step.confirmation is not None
         names = [row.name for row in step.confirmation.rows]
@@ -172,7 +172,7 @@ def test_when_no_plan_runs_every_reason_is_told(
     command = hostile(["exit"] * 10, tmp_path)
     monkeypatch.setattr(module, "Measurer", lambda **options: Measurer(command=command, **options))
     model = nn.Linear(4, 3)
-    with pytest.raises(ExecutionError, match="None of 1 plans could be run: cpu:0 alone: .*code 7"):
+    with pytest.raises(ExecutionError, match=r"None of 1 plans .*cpu:0 alone: .*code 7"):
         dp.parallelize(model, torch.randn(2, 4), machine=1, budget="20s")
 
 
@@ -215,7 +215,7 @@ def test_limits_and_pins_are_kept() -> None:
         ({"micro_batches": 0}, InputError, "positive number or 'auto'"),
         ({"micro_batches": "two"}, InputError, "'two'"),
         ({"machine": 0}, MachineError, "cpu_devices"),
-        ({"machine": "h100x99999"}, MachineError, "h100x99999"),
+        ({"machine": "h100x99999"}, MachineError, "99999"),
         ({"machine": 1.5}, MachineError, "1.5"),
         ({"budget": "soon"}, InputError, "soon"),
         ({"exclude": "cpu:0"}, InputError, "list of device names"),

@@ -133,7 +133,7 @@ class _Ran:
 
 
 def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
-    """Steps one by one for their losses; if they are quick, more without waiting, for their time."""
+    """Steps one by one for their losses; quick ones more often, for their time."""
     from devplace.auto.timing import median_ns, time_steps
     from devplace.run import compile
 
