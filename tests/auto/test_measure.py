@@ -137,9 +137,28 @@ def test_rounds_are_longer_for_short_steps() -> None:
     """Warm-up steps come first, then a step is timed, then rounds of many."""
     calls: list[str] = []
     rounds = time_steps(lambda: calls.append("run"), lambda: calls.append("wait"), 0.01)
-    assert calls[:6] == ["run", "wait", "run", "wait", "run", "wait"]
+    assert calls[:4] == ["run", "wait", "run", "wait"]
     assert len(rounds) == 7
     assert calls.count("run") > 50
+
+
+def test_slow_steps_are_run_three_times() -> None:
+    """One step to warm up and two to time, however long they take."""
+    calls: list[str] = []
+
+    def run() -> None:
+        calls.append("run")
+        time.sleep(0.01)
+
+    assert len(time_steps(run, lambda: None, 0.001)) == 2
+    assert len(calls) == 3
+
+
+def test_without_processes_plans_are_measured_here() -> None:
+    """Where no process can be started, the plan is measured in this one."""
+    (found,) = measure(trials(["plan"]), seconds=SHORT, command=["/no/such/python"])
+    assert found.error == ""
+    assert found.step_ns
 
 
 def test_a_failing_step_leaves_no_threads() -> None:

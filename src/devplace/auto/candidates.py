@@ -65,7 +65,7 @@ def singles(problem: Problem, request: dict[str, Any]) -> list[Candidate]:
     found: dict[Any, Candidate] = {}
     for index in problem.usable_devices:
         device = problem.machine.devices[index]
-        kind = (device.kind, device.model, device.memory_bytes, problem.limit_bytes[index])
+        kind = (device.kind, device.model, device.memory_bytes)
         if kind in found:
             continue
         placement = all_on(problem, index)

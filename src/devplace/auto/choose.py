@@ -79,9 +79,13 @@ def search(
         budget = clock.search_budget(len(graphs) - number, confirms)
         tell(f"searching ({number + 1} of {len(graphs)})")
         try:
-            found.append(Searched(graph, place(problem, chosen, budget, seed)))
+            result = place(problem, chosen, budget, seed)
         except InfeasibleError as error:
             first_error = first_error or error
+            continue
+        if result.is_interrupted:
+            raise KeyboardInterrupt
+        found.append(Searched(graph, result))
     if not found:
         assert first_error is not None
         raise first_error

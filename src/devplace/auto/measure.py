@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from devplace.auto.child import attempt, read_message, write_message
 from devplace.auto.settings import torch_settings
 from devplace.auto.sources import Source
@@ -138,7 +140,10 @@ class Measurer:
     def start(self) -> None:
         """Start the child process, so that it loads torch while this one does other work."""
         if self._in_child and self._child is None:
-            self._child = _Child(self._command)
+            try:
+                self._child = _Child(self._command)
+            except OSError:  # no processes may be started here, or Python is embedded
+                self._in_child = False
 
     def measure(self, trial: Trial, deadline: float | None = None) -> Measurement:
         """Measure one plan; see `measure`."""
@@ -147,6 +152,7 @@ class Measurer:
             limit = min(limit, deadline - time.monotonic())
         if limit <= 0:
             return Measurement(trial.name, None, "not tried: the time was up", "not tried")
+        self.start()
         packed = self._pack(trial)
         if packed is None:
             return self._measure_here(trial)
@@ -176,9 +182,10 @@ class Measurer:
         return self._packed[key]
 
     def _ask(self, trial: Trial, packed: bytes, limit_s: float) -> Any:
-        self.start()
         child, key = self._child, id(trial.graph)
         assert child is not None
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # it is a device of both processes
         answer = child.ask(key, packed, (_bare(trial.plan), *self._settings), limit_s)
         if child.has_ended:
             self._child = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from devplace.auto.candidates import Candidate
 from devplace.auto.child import is_out_of_memory
@@ -237,7 +238,7 @@ class _Job:
 
 
 def _is_meta(value: Any) -> bool:
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(value)
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves)
 
 
