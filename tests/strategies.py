@@ -80,6 +80,10 @@ def random_machine(rng: np.random.Generator, num_devices: int) -> Machine:
             channels=(("bridge",) if rng.random() < 0.3 else ()) + ((f"{a.name}-up",)),
             send_overhead_ns=int(rng.integers(0, 50)),
             receive_overhead_ns=int(rng.integers(0, 50)),
+            send_share=float(rng.choice([0.0, 0.1])),
+            receive_share=float(rng.choice([0.0, 0.25])),
+            points=((10, 50), (200, 300), (1000, 700)) if rng.random() < 0.3 else (),
+            engine_bytes=int(rng.choice([0, 0, 300])),
         )
         for a in devices
         for b in devices

@@ -16,18 +16,19 @@ using u8 = std::uint8_t;
 // Read-only arrays; names and shapes as in problem/core.py.
 struct Core {
   i32 num_tasks = 0, num_devices = 0, num_channels = 0, num_pools = 0, num_consts = 0;
-  std::vector<u8> is_source, storage_held;
+  std::vector<u8> is_source, storage_held, queues;
   std::vector<i64> workspace_bytes, carrier_bytes, storage_bytes, const_bytes;
   std::vector<i32> out_ptr, carrier_storage, cons_ptr, cons, in_ptr, in_carrier, storage_ptr;
   std::vector<i32> const_ptr, const_user, carrier_task;
   std::vector<i32> in_task, in_storage;  // of in_carrier, so that a release reads in sequence
-  std::vector<i64> duration_ns, transfer_ns, latency_ns, send_ns, receive_ns;
+  std::vector<i64> duration_ns, transfer_ns, channel_ns, latency_ns, send_ns, receive_ns;
   std::vector<i32> link_class, channel_ptr, channel, streams, pool;
   bool one_stream = true;
 
-  i64 transfer(i32 pair, i32 carrier) const {
-    return transfer_ns[static_cast<std::size_t>(link_class[pair]) * carrier_bytes.size() + carrier];
+  std::size_t priced(i32 pair, i32 carrier) const {
+    return static_cast<std::size_t>(link_class[pair]) * carrier_bytes.size() + carrier;
   }
+  i64 transfer(i32 pair, i32 carrier) const { return transfer_ns[priced(pair, carrier)]; }
 };
 
 // 4-ary heap; Less must be a strict total order on what matters.
@@ -171,6 +172,7 @@ class Simulator {
     missing_.resize(N);
     for (i32 v = 0; v < N; ++v) missing_[v] = core_.in_ptr[v + 1] - core_.in_ptr[v];
     channel_free_.assign(core_.num_channels, 0);
+    lane_free_.assign(2 * static_cast<std::size_t>(core_.num_devices) * core_.num_devices, 0);
     running_count_.assign(D, 0);
     slot_finish_.assign(D, never);
     slot_task_.assign(D, -1);
@@ -342,12 +344,20 @@ class Simulator {
   void send(i32 x, i32 d, i32 e, Outcome& out) {
     const i32 pair = d * core_.num_devices + e;
     const i32 first = core_.channel_ptr[pair], last = core_.channel_ptr[pair + 1];
-    i64 begin = now_;
-    for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free_[core_.channel[c]]);
+    const bool queues = core_.queues[core_.priced(pair, x)];
+    i64& lane_free = lane_free_[2 * static_cast<std::size_t>(pair) + queues];
+    i64 begin = std::max(now_, lane_free);
+    if (queues)
+      for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free_[core_.channel[c]]);
     const i64 end = begin + core_.transfer(pair, x);
-    for (i32 c = first; c < last; ++c) channel_free_[core_.channel[c]] = end;
+    lane_free = end;
+    const i64 share = core_.channel_ns[core_.priced(pair, x)];
+    for (i32 c = first; c < last; ++c) {
+      i64& free = channel_free_[core_.channel[c]];
+      free = std::max(free, begin) + share;
+    }
     const i64 arrival = end + core_.latency_ns[pair];
-    debt_[d] += core_.send_ns[pair];
+    debt_[d] += core_.send_ns[core_.priced(pair, x)];
     out.transfer_bytes += core_.carrier_bytes[x];
     if constexpr (track_memory) memory_[e] += core_.carrier_bytes[x];
     if constexpr (trace) out.transfers.push_back({x, d, e, now_, begin, arrival});
@@ -357,7 +367,7 @@ class Simulator {
   template <bool track_memory>
   void arrive(const Arrival& a) {
     const i32 d = device_[core_.carrier_task[a.carrier]];
-    debt_[a.device] += core_.receive_ns[d * core_.num_devices + a.device];
+    debt_[a.device] += core_.receive_ns[core_.priced(d * core_.num_devices + a.device, a.carrier)];
     if constexpr (track_memory) release_storage(core_.carrier_storage[a.carrier], d);
     for (i32 j = core_.cons_ptr[a.carrier]; j < core_.cons_ptr[a.carrier + 1]; ++j)
       if (device_[core_.cons[j]] == a.device) one_input_less(core_.cons[j]);
@@ -397,7 +407,7 @@ class Simulator {
   Heap<Arrival, ArrivalFirst> arrivals_;
   Heap<Running, RunningFirst> running_;
   std::vector<ReadyTask> finished_;
-  std::vector<i64> channel_free_, slot_finish_, debt_, memory_, shown_, pool_used_;
+  std::vector<i64> channel_free_, lane_free_, slot_finish_, debt_, memory_, shown_, pool_used_;
   std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;
   std::vector<i32> sent_to_, readers_there_;
 };

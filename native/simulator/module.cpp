@@ -58,6 +58,8 @@ class Kernel {
     core_.const_user = copy<i32>(tasks, "const_user");
     core_.duration_ns = copy<i64>(wires, "duration_ns");
     core_.transfer_ns = copy<i64>(wires, "transfer_ns");
+    core_.channel_ns = copy<i64>(wires, "channel_ns");
+    core_.queues = copy<u8>(wires, "queues");
     core_.latency_ns = copy<i64>(wires, "latency_ns");
     core_.send_ns = copy<i64>(wires, "send_ns");
     core_.receive_ns = copy<i64>(wires, "receive_ns");

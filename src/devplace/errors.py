@@ -67,6 +67,12 @@ class ExecutionError(DevplaceError):
     exit_code = 1
 
 
+class CacheError(DevplaceError):
+    """A file of measured values is damaged or of another version; it is not trusted."""
+
+    exit_code = 1
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest of `known`, whatever its case, or an empty text.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.run.executors import runs_on_cuda
-from devplace.run.linear import joined_before, linear_order
-from devplace.run.schedule import Schedule, make_schedule
+from devplace.run.linear import COPY_ENGINE_BYTES, joined_before, lane_of, linear_order
+from devplace.run.schedule import Schedule, Transfer, make_schedule
 from tests.run.tracing import random_placement, trace
 
 
@@ -34,7 +36,11 @@ def schedule_of(seed: int, num_devices: int) -> Schedule:
     return make_schedule(graph, *random_placement(graph, num_devices, seed), names)
 
 
-def ends(schedule: Schedule, joins: dict[int, tuple[int, ...]]) -> bool:
+def ends(
+    schedule: Schedule,
+    joins: dict[int, tuple[int, ...]],
+    lane: Callable[[Transfer], int] = lane_of,
+) -> bool:
     """Whether a step ends on devices that run no push while they wait, and pushes last of all."""
     pushed: set[int] = set()
     at = [0] * len(schedule.instructions)
@@ -49,8 +55,8 @@ def ends(schedule: Schedule, joins: dict[int, tuple[int, ...]]) -> bool:
                     sent[device].append(transfer)
                 if kind == "receive":
                     for join in joins[transfer]:
-                        to = schedule.transfers[join].dst
-                        line = [t for t in sent[device] if schedule.transfers[t].dst == to]
+                        to = lane(schedule.transfers[join])
+                        line = [t for t in sent[device] if lane(schedule.transfers[t]) == to]
                         pushed |= set(line[: line.index(join) + 1])
                     if transfer not in pushed:
                         break
@@ -69,6 +75,26 @@ def test_steps_end_on_devices_without_concurrency(seed: int, num_devices: int) -
     schedule = schedule_of(seed, num_devices)
     order = linear_order(schedule)
     assert ends(schedule, joined_before(schedule, order))
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), large=st.sets(st.integers(0, 40)))
+def test_steps_end_whatever_shares_a_lane(seed: int, large: set[int]) -> None:
+    """They do so too when some tensors for all receivers share one stream."""
+
+    def lane(transfer: Transfer) -> int:
+        return -1 if transfer.tensor in large else transfer.dst
+
+    schedule = schedule_of(seed, 3)
+    order = linear_order(schedule)
+    assert ends(schedule, joined_before(schedule, order, lane), lane)
+
+
+def test_large_tensors_share_the_lane_of_the_engine() -> None:
+    """Small tensors for one receiver share a lane, large ones to all receivers another."""
+    small, large = COPY_ENGINE_BYTES - 1, COPY_ENGINE_BYTES
+    lanes = [lane_of(Transfer(0, 0, dst, size)) for dst in (1, 2) for size in (small, large)]
+    assert lanes == [1, -1, 2, -1]
 
 
 def test_without_joins_such_devices_hang() -> None:

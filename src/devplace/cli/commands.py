@@ -118,6 +118,16 @@ def machines(name: str | None, as_json: bool) -> None:
 
 
 @devplace.command()
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a machine file here.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
+def probe(output: Path | None, as_json: bool) -> None:
+    """Check and measure the links of this machine; exit code 4 if any returns wrong data."""
+    from devplace.cli import probing
+
+    _show(probing.probe(output), as_json)
+
+
+@devplace.command()
 @_problem_options
 @click.option("--placer", default="search", show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")

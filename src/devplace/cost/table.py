@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from devplace.graph import OpGraph
 from devplace.machine import Link, Machine
-from devplace.units import NS_PER_S
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,15 @@ class CostTable:
         compute_ns: Time each op occupies each device, launch gap included; 0 for sources and
             views. int64, shape `[V, D]`, in the order of `graph.ops` and `machine.devices`.
         origin: Where the numbers come from, such as `analytic`.
+        workspace_bytes: Memory each op takes while it runs beside inputs and outputs, where it was
+            measured; None leaves what the graph says. int64, shape `[V]`.
+        notes: What the user should know of these numbers.
     """
 
     compute_ns: NDArray[np.int64]
     origin: str
+    workspace_bytes: NDArray[np.int64] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class CostModel(Protocol):
@@ -36,8 +40,13 @@ class CostModel(Protocol):
 
 
 def transfer_ns(num_bytes: int, link: Link) -> int:
-    """Time a transfer occupies the link's channels: bytes / bandwidth, rounded up to 1 ns.
+    """Time a transfer occupies the link's channels, ns; it arrives `link.latency_ns` later."""
+    return link.duration_ns(num_bytes)
 
-    It arrives `link.latency_ns` later.
-    """
-    return -(-num_bytes * NS_PER_S // link.bytes_per_s)
+
+def transfer_times(num_bytes: NDArray[np.int64], link: Link) -> NDArray[np.int64]:
+    """`transfer_ns` of many sizes, at most the largest int64."""
+    sizes, where = np.unique(num_bytes, return_inverse=True)
+    most = int(np.iinfo(np.int64).max)
+    times = [min(transfer_ns(int(size), link), most) for size in sizes]
+    return np.array(times, np.int64)[where] if times else np.zeros(0, np.int64)

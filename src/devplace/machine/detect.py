@@ -86,6 +86,11 @@ def _cpu_info() -> tuple[str, int]:
     return fields.get("model name") or platform.machine() or "CPU", per_cycle
 
 
+def cpu_model() -> str:
+    """Product name of this computer's processor."""
+    return _cpu_info()[0]
+
+
 def cpu_machine(num_devices: int) -> Machine:
     """`num_devices` logical CPU devices in one memory pool."""
     model, per_cycle = _cpu_info()

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from devplace.errors import MachineError, did_you_mean
+from devplace.units import NS_PER_S
 
 _TIME_LIMIT_NS = 10**15  # 11 days; sums of a few stay far inside 64 bits
 
@@ -66,6 +67,14 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         usable: Whether it may be used (a slow or faulty pair can be switched off).
         send_overhead_ns: Time a transfer takes of the sender's compute stream.
         receive_overhead_ns: Time a transfer takes of the receiver's compute stream.
+        send_share: Part of a transfer's duration by which it delays the sender's ops besides (they
+            share memory and multiprocessors), 0 to 1.
+        receive_share: Likewise of the receiver's ops.
+        points: Measured (bytes, ns) a transfer occupies the link, sizes ascending. Between them
+            linear, below the first as the first, beyond the last by `bytes_per_s`. None: bytes /
+            bandwidth.
+        engine_bytes: From this size on transfers go by a copy engine and queue for channels;
+            smaller ones have a lane of their own and only slow down what queues. 0: all queue.
     """
 
     src: str
@@ -76,6 +85,27 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     usable: bool = True
     send_overhead_ns: int = 0
     receive_overhead_ns: int = 0
+    send_share: float = 0.0
+    receive_share: float = 0.0
+    points: tuple[tuple[int, int], ...] = ()
+    engine_bytes: int = 0
+
+    def duration_ns(self, num_bytes: int) -> int:
+        """Time a transfer occupies the link, rounded up to 1 ns."""
+        if not self.points:
+            return self._by_bandwidth(num_bytes)
+        (size, duration), *rest = self.points
+        if num_bytes <= size:
+            return duration
+        for next_size, next_duration in rest:
+            if num_bytes <= next_size:
+                more = (num_bytes - size) * (next_duration - duration)
+                return duration - (-more // (next_size - size))
+            size, duration = next_size, next_duration
+        return duration + self._by_bandwidth(num_bytes - size)
+
+    def _by_bandwidth(self, num_bytes: int) -> int:
+        return -(-num_bytes * NS_PER_S // self.bytes_per_s)
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +196,20 @@ def _staged(first: Link, second: Link) -> Link:
         channels=tuple(dict.fromkeys(channels_of(first) + channels_of(second))),
         send_overhead_ns=first.send_overhead_ns,
         receive_overhead_ns=second.receive_overhead_ns,
+        send_share=first.send_share,
+        receive_share=second.receive_share,
+        points=_staged_points(first, second),
+        engine_bytes=min(first.engine_bytes, second.engine_bytes),
+    )
+
+
+def _staged_points(first: Link, second: Link) -> tuple[tuple[int, int], ...]:
+    """One way after the other."""
+    if not first.points and not second.points:
+        return ()
+    sizes = {size for link in (first, second) for size, _ in link.points}
+    return tuple(
+        (size, first.duration_ns(size) + second.duration_ns(size)) for size in sorted(sizes)
     )
 
 
@@ -253,5 +297,20 @@ def _validate_link(link: Link, names: set[str]) -> None:
     if link.src == link.dst:
         raise MachineError(f"{owner}: a link must join two devices.")
     _positive(link.bytes_per_s, owner, "bytes_per_s", "bytes/s")
+    _not_negative(link.engine_bytes, owner, "engine_bytes", "bytes")
     for name in ("latency_ns", "send_overhead_ns", "receive_overhead_ns"):
         _not_negative(getattr(link, name), owner, name, "ns")
+    for name in ("send_share", "receive_share"):
+        share = getattr(link, name)
+        if not 0.0 <= share <= 1.0:
+            raise MachineError(f"{owner}: {name} must be from 0 to 1, got {share}.")
+    for size, duration in link.points:
+        _not_negative(size, owner, "points", "bytes")
+        _not_negative(duration, owner, "points", "ns")
+    sizes = [size for size, _ in link.points]
+    times = [duration for _, duration in link.points]
+    if sizes != sorted(set(sizes)) or times != sorted(times):
+        raise MachineError(
+            f"{owner}: points must have growing sizes and times that do not fall, got "
+            f"{list(link.points)}. Measure again, or leave them out."
+        )

@@ -45,6 +45,25 @@ def _rates(value: Any, what: str) -> dict[str, int]:
     return {d: parse_quantity(rate, FLOP_RATES, f"{what}.{d}") for d, rate in value.items()}
 
 
+def _share(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise MachineError(f"{what} must be from 0 to 1, got {value!r}.")
+    return float(value)
+
+
+def _points(value: Any, what: str) -> tuple[tuple[int, int], ...]:
+    pairs = isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value)
+    if not pairs:
+        raise MachineError(
+            f'{what} must be a list of sizes and times such as [["1 MiB", "8 us"]], got {value!r}.'
+        )
+    amount, span = partial(parse_quantity, units=SIZES), partial(parse_quantity, units=TIMES)
+    return tuple(
+        (amount(p[0], what=what, positive=False), span(p[1], what=what, positive=False))
+        for p in value
+    )
+
+
 def _kind(value: Any, what: str) -> str:
     if value not in ("cpu", "gpu"):
         raise MachineError(f"{what} must be 'cpu' or 'gpu', got {value!r}.")
@@ -90,6 +109,10 @@ _LINK: dict[str, tuple[str, Parser]] = {
     "usable": ("usable", _call(_flag)),
     "send_overhead": ("send_overhead_ns", _call(_time)),
     "receive_overhead": ("receive_overhead_ns", _call(_time)),
+    "send_share": ("send_share", _share),
+    "receive_share": ("receive_share", _share),
+    "points": ("points", _points),
+    "engine_from": ("engine_bytes", _call(_amount)),
 }
 _POOL: dict[str, tuple[str, Parser]] = {
     "name": ("name", _call(_text)),
@@ -301,6 +324,10 @@ _DEFAULTS: dict[str, Any] = {
     "usable": True,
     "send_overhead_ns": 0,
     "receive_overhead_ns": 0,
+    "send_share": 0.0,
+    "receive_share": 0.0,
+    "points": (),
+    "engine_bytes": 0,
 }
 _UNITS = {
     "memory": SIZES,
@@ -310,6 +337,7 @@ _UNITS = {
     "latency": TIMES,
     "send_overhead": TIMES,
     "receive_overhead": TIMES,
+    "engine_from": SIZES,
 }
 
 
@@ -331,6 +359,9 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         rates = (f"{_key(k)} = {_value(format_quantity(v, FLOP_RATES))}" for k, v in value.items())
         return "{ " + ", ".join(rates) + " }"
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        pairs = ((format_quantity(a, SIZES), format_quantity(b, TIMES)) for a, b in value)
+        return "[" + ", ".join(f"[{_value(a)}, {_value(b)}]" for a, b in pairs) + "]"
     if isinstance(value, tuple):
         return "[" + ", ".join(_quote(item) for item in value) + "]"
     if isinstance(value, bool):

@@ -1,28 +1,44 @@
 """Who decides where ops go. A new placer is one file and one line in `ALL`."""
 
 from devplace.placers.budget import Budget
+from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
 from devplace.placers.even import Even, Topo
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
+from devplace.placers.layers import Layers
 from devplace.placers.place import Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
 from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
 
-ALL: tuple[type[Placer], ...] = (Single, Cpu, Even, Greedy, Topo, Heft, Etf, Random, Search)
+ALL: tuple[type[Placer], ...] = (
+    Single,
+    Cpu,
+    Even,
+    Layers,
+    DataParallel,
+    Greedy,
+    Topo,
+    Heft,
+    Etf,
+    Random,
+    Search,
+)
 
 __all__ = [
     "ALL",
     "Budget",
     "Cpu",
+    "DataParallel",
     "Etf",
     "Evaluator",
     "Even",
     "Greedy",
     "Heft",
+    "Layers",
     "Placer",
     "Random",
     "Result",

@@ -40,11 +40,13 @@ class ListSchedule:
         self._out_ptr = tasks.out_ptr.tolist()
         self._cons_ptr, self._cons = tasks.cons_ptr.tolist(), tasks.cons.tolist()
         self._maker: list[int] = tasks.carrier_maker.tolist()
-        self._transfer = wires.transfer_ns.tolist()
+        self._transfer, self._shared = wires.transfer_ns.tolist(), wires.channel_ns.tolist()
         self._link, self._latency = wires.link_class.tolist(), wires.latency_ns.tolist()
         self._channel_ptr, self._channel = wires.channel_ptr.tolist(), wires.channel.tolist()
         self._contention = contention
-        self._channel_free = [0] * wires.num_channels
+        self._channel_free: list[int] = [0] * wires.num_channels
+        self._lane_free: list[int] = [0] * (2 * self.num_devices**2)
+        self._queues: list[list[int]] = wires.queues.tolist()
         self._arrival: dict[tuple[int, int], int] = {}
         self._charged = [False] * tasks.num_groups
         for group, device in enumerate(self.group_device):
@@ -83,12 +85,16 @@ class ListSchedule:
             return known
         duration: int = self._transfer[self._link[home][device]][carrier]
         latency: int = self._latency[home][device]
-        return self._begins(maker, home, device) + duration + latency
+        return self._begins(carrier, home, device) + duration + latency
 
-    def _begins(self, maker: int, home: int, device: int) -> int:
-        begin = self.finish[maker]
+    def _begins(self, carrier: int, home: int, device: int) -> int:
+        begin = self.finish[self._maker[carrier]]
         if self._contention:
             pair = home * self.num_devices + device
+            queues: int = self._queues[self._link[home][device]][carrier]
+            begin = max(begin, self._lane_free[2 * pair + queues])
+            if not queues:
+                return begin
             for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
                 begin = max(begin, self._channel_free[c])
         return begin
@@ -118,10 +124,14 @@ class ListSchedule:
         home = self.group_device[self.group[maker]]
         if home == device or (carrier, device) in self._arrival:
             return
-        end = self._begins(maker, home, device) + self._transfer[self._link[home][device]][carrier]
+        begin, kind = self._begins(carrier, home, device), self._link[home][device]
+        end = begin + self._transfer[kind][carrier]
         pair = home * self.num_devices + device
+        lane = 2 * pair + self._queues[kind][carrier]
+        self._lane_free[lane] = max(self._lane_free[lane], end)
         for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
-            self._channel_free[c] = max(self._channel_free[c], end)
+            free = max(self._channel_free[c], begin)
+            self._channel_free[c] = free + self._shared[kind][carrier]
         self._arrival[carrier, device] = end + self._latency[home][device]
 
     def _decide(self, group: int, device: int) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
 from devplace.placers.anneal import Annealer, Best, Classes, make_classes
+from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.even import Topo, even_split, shares
@@ -23,6 +24,7 @@ from devplace.placers.groups import (
     op_devices,
 )
 from devplace.placers.heft import Heft
+from devplace.placers.layers import Layers
 from devplace.placers.modules import module_chain
 from devplace.placers.refine import improve_order, refine_placement
 from devplace.placers.single import all_on
@@ -131,8 +133,8 @@ class Search:
                 keep(even_split(problem, chain, devices[:count]), "even")
                 wish = np.array(devices, np.int32)[shares(weight, count)]
                 keep(Placement(op_devices(problem, by_vote(problem, wish, weight))), "topo")
-        for placer in (Greedy(), Topo(), Heft(), Etf()):
-            if not evaluate.exhausted:
+        for placer in (Layers(), DataParallel(), Greedy(), Topo(), Heft(), Etf()):
+            if not evaluate.exhausted and not placer.supports(problem):
                 keep(placer(problem, evaluate, rng), placer.name)
         return sorted(found, key=lambda best: best.key)
 

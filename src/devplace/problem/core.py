@@ -13,19 +13,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.cost import CostTable, transfer_ns
+from devplace.cost import CostTable, transfer_times
 from devplace.graph import OpGraph
 from devplace.graph.coarsen import parameter_name
-from devplace.machine import Machine
+from devplace.machine import Link, Machine
 from devplace.machine.machine import channels_of
-from devplace.units import NS_PER_S
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-INT64_MAX = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +113,12 @@ class Wires:
 
     Attributes:
         duration_ns: Time of each task on each device. `[N, D]`
-        transfer_ns: Time each carrier occupies a link of each speed. `[C, T]`
-        link_class: Speed of each ordered pair, -1 on the diagonal. `[D, D]`
-        latency_ns, send_ns, receive_ns: `[D, D]`
+        transfer_ns: Time each carrier occupies a link of each kind. `[C, T]`
+        channel_ns: Time it occupies the link's channels, which other links may share. `[C, T]`
+        queues: Whether it waits for channels and for others that do; uint8. `[C, T]`
+        send_ns, receive_ns: Time it takes of the sender's and the receiver's ops. `[C, T]`
+        link_class: Kind of link of each ordered pair, -1 on the diagonal. `[D, D]`
+        latency_ns: `[D, D]`
         channel_ptr, channel: Channels of pair `d * D + e`. `[D*D+1]`, `[..]`
         num_channels: Number of channels.
         streams: Ops a device runs at once. `[D]`
@@ -127,6 +129,8 @@ class Wires:
 
     duration_ns: I64
     transfer_ns: I64
+    channel_ns: I64
+    queues: NDArray[np.uint8]
     link_class: I32
     latency_ns: I64
     send_ns: I64
@@ -310,8 +314,8 @@ def build_wires(
     names = machine.device_names
     count = len(names)
     link_class = np.full((count, count), -1, np.int32)
-    latency, send, receive = (np.zeros((count, count), np.int64) for _ in range(3))
-    rates: dict[int, int] = {}
+    latency = np.zeros((count, count), np.int64)
+    kinds: dict[Link, int] = {}
     channels: dict[str, int] = {}
     rows: list[list[int]] = []
     for d, src in enumerate(names):
@@ -320,13 +324,19 @@ def build_wires(
             if link is None:
                 rows.append([])
                 continue
-            link_class[d, e] = rates.setdefault(link.bytes_per_s, len(rates))
+            link_class[d, e] = kinds.setdefault(_kind(link), len(kinds))
             latency[d, e] = link.latency_ns
-            send[d, e], receive[d, e] = link.send_overhead_ns, link.receive_overhead_ns
             rows.append([channels.setdefault(c, len(channels)) for c in channels_of(link)])
-    times = np.zeros((max(1, len(rates)), len(tasks.carrier_bytes)), np.int64)
-    for rate, row in rates.items():
-        times[row] = _transfer_times(tasks.carrier_bytes, rate)
+    times = np.zeros((max(1, len(kinds)), len(tasks.carrier_bytes)), np.int64)
+    send, receive, shared = times.copy(), times.copy(), times.copy()
+    queues = np.ones(times.shape, np.uint8)
+    for link, row in kinds.items():
+        times[row] = transfer_times(tasks.carrier_bytes, link)
+        at_full_rate = transfer_times(tasks.carrier_bytes, msgspec.structs.replace(link, points=()))
+        shared[row] = np.minimum(times[row], at_full_rate)
+        queues[row] = tasks.carrier_bytes >= link.engine_bytes
+        send[row] = link.send_overhead_ns + np.rint(link.send_share * times[row])
+        receive[row] = link.receive_overhead_ns + np.rint(link.receive_share * times[row])
     channel_ptr, channel = pointers(rows)
     pools = {pool.name: i for i, pool in enumerate(machine.pools)}
     reserve = {name: 0 for name in pools}
@@ -338,6 +348,8 @@ def build_wires(
     return Wires(
         duration_ns=np.ascontiguousarray(durations, np.int64),
         transfer_ns=times,
+        channel_ns=shared,
+        queues=queues,
         link_class=link_class,
         latency_ns=latency,
         send_ns=send,
@@ -354,11 +366,6 @@ def build_wires(
     )
 
 
-def _transfer_times(num_bytes: I64, bytes_per_s: int) -> I64:
-    """`transfer_ns` of each size; exact where bytes * 10^9 exceeds 63 bits."""
-    if len(num_bytes) and int(num_bytes.max()) > INT64_MAX // NS_PER_S:
-        from devplace.machine import Link
-
-        link = Link(src="a", dst="b", bytes_per_s=bytes_per_s)
-        return np.array([min(transfer_ns(int(b), link), INT64_MAX) for b in num_bytes], np.int64)
-    return -(-(num_bytes * NS_PER_S) // bytes_per_s)
+def _kind(link: Link) -> Link:
+    """What prices a transfer on a link, whoever it joins."""
+    return msgspec.structs.replace(link, src="", dst="", channels=(), latency_ns=0, usable=True)

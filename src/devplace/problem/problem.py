@@ -90,8 +90,9 @@ class Problem:
     def _check_times(self) -> None:
         """One thing after the other, everything sent everywhere: even that must fit 64 bits."""
         wires = self.core.wires
-        once = (wires.latency_ns + wires.send_ns + wires.receive_ns).max()
-        transfers = (wires.transfer_ns.max(axis=0) + float(once)).sum() * (len(wires.streams) - 1)
+        each = (wires.transfer_ns + wires.send_ns + wires.receive_ns).max(axis=0)
+        once = float(wires.latency_ns.max())
+        transfers = (each + once).sum(dtype=float) * (len(wires.streams) - 1)
         total = wires.duration_ns.max(axis=1).sum(dtype=float) + transfers
         if total >= 2**62:
             raise ProblemError(

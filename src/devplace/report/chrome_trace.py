@@ -168,7 +168,7 @@ def _channel_rows(timeline: Timeline) -> dict[str, list[Span]]:
         if pair not in channels:
             link = machine.path(names[transfer.src], names[transfer.dst])
             channels[pair] = channels_of(link) if link else ()
-        occupied = int(wires.transfer_ns[wires.link_class[pair], carrier_of[transfer.tensor]])
+        occupied = int(wires.channel_ns[wires.link_class[pair], carrier_of[transfer.tensor]])
         args = _transfer_args(timeline, transfer.tensor, *pair)
         args["requested_us"] = transfer.request_ns / NS_PER_US
         args["arrives_us"] = transfer.arrival_ns / NS_PER_US

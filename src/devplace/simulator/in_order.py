@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,8 +119,16 @@ def _storages(tasks: Tasks, renumber: Ids, restore: Ids, added: Ids) -> I32:
 
 
 def _wider(wires: Wires, ends: I32) -> Wires:
+    def widen(table: NDArray[Any]) -> NDArray[Any]:
+        return np.ascontiguousarray(np.insert(table, ends, 0, axis=1))
+
     return replace(
-        wires, transfer_ns=np.ascontiguousarray(np.insert(wires.transfer_ns, ends, 0, axis=1))
+        wires,
+        transfer_ns=widen(wires.transfer_ns),
+        channel_ns=widen(wires.channel_ns),
+        queues=widen(wires.queues),
+        send_ns=widen(wires.send_ns),
+        receive_ns=widen(wires.receive_ns),
     )
 
 

@@ -11,10 +11,13 @@ Rules, in the order they apply at each instant `t`:
    A start takes memory for outputs and workspace.
 4. Memory is looked at. (So what is freed at an instant can be used again at the same instant.)
 
-A transfer waits for all channels of its link, occupies them for bytes / bandwidth and arrives a
-latency later; channels serve in the order of requests. Its receive buffer is taken when it is
-requested and freed when its last reader there has ended; the sender keeps the tensor until it
-has arrived. The transfer's overhead on a compute stream is paid by the next op that starts there.
+A transfer waits for its link and the link's channels. It occupies the link for its duration and
+the channels for bytes / bandwidth, which may be less, and arrives a latency after its end; links
+and channels serve in the order of requests. On a link with a copy engine, transfers below the
+engine's size have a lane of their own: they wait for each other, but not for channels. The
+receive buffer is taken when a transfer is requested and freed when its last reader there has ended;
+the sender keeps the tensor until it has arrived. The transfer's overhead on a compute stream is
+paid by the next op that starts there.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class _State:
     memory: list[int] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
     channel_free: list[int] = field(default_factory=list)
+    lane_free: dict[tuple[int, int, bool], int] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     references: dict[int, int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -230,12 +234,18 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
     wires = state.core.wires
     pair = d * state.core.num_devices + e
     used = wires.channel[wires.channel_ptr[pair] : wires.channel_ptr[pair + 1]]
-    begin = max([state.now, *(state.channel_free[c] for c in used)])
-    end = begin + int(wires.transfer_ns[wires.link_class[d, e], carrier])
+    kind = wires.link_class[d, e]
+    queues = bool(wires.queues[kind, carrier])
+    begin = max(state.now, state.lane_free.get((d, e, queues), 0))
+    if queues:
+        begin = max([begin, *(state.channel_free[c] for c in used)])
+    end = begin + int(wires.transfer_ns[kind, carrier])
+    state.lane_free[d, e, queues] = end
     for c in used:
-        state.channel_free[c] = end
+        free = max(state.channel_free[c], begin)
+        state.channel_free[c] = free + int(wires.channel_ns[kind, carrier])
     arrival = end + int(wires.latency_ns[d, e])
-    state.debt[d] += int(wires.send_ns[d, e])
+    state.debt[d] += int(wires.send_ns[kind, carrier])
     state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
     state.copies[carrier, e] = 0
     state.transfers.append((carrier, d, e, state.now, begin, arrival))
@@ -245,7 +255,8 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
 def _arrive(state: _State, carrier: int, e: int) -> None:
     tasks = state.core.tasks
     d = _home(state, carrier)
-    state.debt[e] += int(state.core.wires.receive_ns[d, e])
+    wires = state.core.wires
+    state.debt[e] += int(wires.receive_ns[wires.link_class[d, e], carrier])
     _release(state, carrier, d)
     for reader in tasks.cons[tasks.cons_ptr[carrier] : tasks.cons_ptr[carrier + 1]]:
         if state.device[reader] == e:

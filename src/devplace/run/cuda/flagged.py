@@ -12,6 +12,7 @@ from devplace.run.copies import pack_tensor
 from devplace.run.cuda.clock import DeviceClock, timed_transfer
 from devplace.run.cuda.device import CudaDevice, Flags, empty_like_layout
 from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait
+from devplace.run.linear import lane_of
 from devplace.run.schedule import Schedule
 
 # Tensors being pushed keep their memory until the ops are known to come after the push.
@@ -120,16 +121,16 @@ class FlagCarrier:
         self._held_bytes = 0
 
     def send(self, transfer: int, value: Any) -> None:
-        """Push a tensor on a stream beside the ops."""
+        """Push a tensor on a stream beside the ops, that of its lane."""
         buffer = self._mailroom.buffers[transfer]
         if buffer.numel() == 0:
             self._joined.add(transfer)
             return
-        dst = self._mailroom.schedule.transfers[transfer].dst
-        if dst not in self._sides:
-            self._sides[dst] = torch.cuda.Stream(self._device.torch_device)
-            self._pending[dst] = deque()
-        side = self._sides[dst]
+        lane = lane_of(self._mailroom.schedule.transfers[transfer])
+        if lane not in self._sides:
+            self._sides[lane] = torch.cuda.Stream(self._device.torch_device)
+            self._pending[lane] = deque()
+        side = self._sides[lane]
         side.wait_stream(self._device.main)
         with torch.cuda.stream(side):
             source = value if same_layout(value, buffer) else self._relaid(value, buffer)
@@ -137,7 +138,7 @@ class FlagCarrier:
                 self._mailroom.push(source, buffer, self._mailroom.flag(transfer))
             event = side.record_event()
         num_bytes = num_span_bytes(buffer)
-        self._pending[dst].append(_Pending(transfer, (value, source), num_bytes, event))
+        self._pending[lane].append(_Pending(transfer, (value, source), num_bytes, event))
         self._held_bytes += num_bytes
         while self._held_bytes > MOST_HELD_BYTES:
             self._join_first(max(self._pending, key=lambda k: len(self._pending[k])))
@@ -145,9 +146,9 @@ class FlagCarrier:
     def receive(self, transfer: int) -> Any:
         """The buffer of a tensor; it is there once `flush` was called."""
         for send in self._joins[transfer]:
-            dst = self._mailroom.schedule.transfers[send].dst
+            lane = lane_of(self._mailroom.schedule.transfers[send])
             while send not in self._joined:
-                self._join_first(dst)
+                self._join_first(lane)
         buffer = self._mailroom.buffers[transfer]
         if buffer.numel():
             self._awaited.append(transfer)
@@ -169,12 +170,12 @@ class FlagCarrier:
 
     def finish(self) -> None:
         """Let the ops' stream wait for every push."""
-        for dst, pending in self._pending.items():
+        for lane, pending in self._pending.items():
             while pending:
-                self._join_first(dst)
+                self._join_first(lane)
 
-    def _join_first(self, dst: int) -> None:
-        first = self._pending[dst].popleft()
+    def _join_first(self, lane: int) -> None:
+        first = self._pending[lane].popleft()
         self._device.main.wait_event(first.event)
         self._joined.add(first.transfer)
         self._held_bytes -= first.num_bytes

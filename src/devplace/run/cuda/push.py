@@ -11,14 +11,11 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.cuda.device import FLAG_STRIDE, Flags
+from devplace.run.linear import COPY_ENGINE_BYTES
 
 # Blocks of a push kernel. The same step took 31.9 ms with 8, 29.6 with 16, 28.8 with 32, 28.4 with
 # 64 and 28.7 with 128; one of NMT-4 was fastest with 32.
 MOST_BLOCKS = 32
-# From this size on the copy engine carries a tensor. Alone it catches up only at 32 MiB (4 MiB: 25
-# us by engine, 17 by kernel), but it leaves the multiprocessors to the ops: a BERT-large step on
-# two H100 took 28.3 ms with 4 MiB, 28.8 with 16 MiB, 30.8 without the engine.
-COPY_ENGINE_BYTES = 4 * 2**20
 # Transfers that one wait kernel looks after, one per thread.
 WAIT_WIDTH = 32
 

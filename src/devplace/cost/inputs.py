@@ -1,0 +1,106 @@
+"""Made-up arguments for an op that is timed: right shapes, layouts and valid indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from devplace.cost.signature import DEVICE, INTEGERS, OpCall, TensorSpec
+
+MOST_COPIES = 24
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of storage a tensor argument spans."""
+    if 0 in spec.shape:
+        return 0
+    pairs = zip(spec.shape, spec.stride, strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in pairs)
+    return span * int(getattr(torch, spec.dtype).itemsize)
+
+
+def make_tensor(spec: TensorSpec, device: Any, generator: Any) -> Any:
+    """A tensor laid out like `spec`: normal floats, integers in its range, random bools."""
+    dtype = getattr(torch, spec.dtype)
+    span = max(1, num_bytes(spec) // dtype.itemsize)
+    if spec.dtype in INTEGERS:
+        flat = torch.randint(0, max(1, spec.bound), (span,), device=device, generator=generator)
+    elif spec.dtype == "bool":
+        flat = torch.randint(0, 2, (span,), device=device, generator=generator)
+    else:
+        plain = torch.float64 if spec.dtype in ("float64", "complex128") else torch.float32
+        flat = torch.empty(span, dtype=plain, device=device).normal_(0.0, 0.3, generator=generator)
+        flat = flat.abs_() if 0 in spec.stride or len(spec.shape) < 2 else flat
+    return flat.to(dtype).as_strided(spec.shape, spec.stride)
+
+
+class Arguments:
+    """Arguments of one call, in as many copies as keep the cold ones out of the cache.
+
+    Args:
+        call: The call.
+        device: Where they lie.
+        cold_bytes: Bytes that must be touched before a copy is read again.
+        most_bytes: Bytes all copies may take.
+        seed: Of their values.
+    """
+
+    def __init__(
+        self, call: OpCall, device: Any, cold_bytes: int, most_bytes: int, seed: int = 0
+    ) -> None:
+        self._call = call
+        self._device = torch.device(device)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        specs = list(_specs((call.args, call.kwargs)))
+        self.input_bytes = sum(map(num_bytes, specs))
+        cold = sum(num_bytes(spec) for spec in specs if spec.is_cold)
+        copies = 1 if cold == 0 else min(MOST_COPIES, 1 + cold_bytes // cold)
+        spare = max(0, most_bytes - self.input_bytes) // max(1, cold)
+        self.copies = max(1, min(copies, 1 + spare))
+        shared: dict[int, Any] = {}
+        self._sets = [self._fill(shared) for _ in range(self.copies)]
+
+    def run(self, number: int) -> Any:
+        """Call the op with one of the copies."""
+        args, kwargs = self._sets[number % self.copies]
+        return self._call.target(*args, **kwargs)
+
+    def _fill(self, shared: dict[int, Any]) -> tuple[Any, Any]:
+        count = iter(range(1_000_000))
+
+        def make(spec: TensorSpec) -> Any:
+            place = next(count)
+            if place in shared and not spec.is_cold:
+                return shared[place]
+            shared[place] = make_tensor(spec, self._device, self._generator)
+            return shared[place]
+
+        return _map(self._call.args, make, self._device), _map(
+            self._call.kwargs, make, self._device
+        )
+
+
+def _specs(arg: Any) -> Any:
+    if isinstance(arg, TensorSpec):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from _specs(item)
+    elif isinstance(arg, dict):
+        yield from _specs(list(arg.values()))
+
+
+def _map(arg: Any, make: Callable[[TensorSpec], Any], device: Any) -> Any:
+    if isinstance(arg, TensorSpec):
+        return make(arg)
+    if arg is DEVICE:
+        return device
+    if isinstance(arg, list):
+        return [_map(item, make, device) for item in arg]
+    if isinstance(arg, tuple):
+        return tuple(_map(item, make, device) for item in arg)
+    if isinstance(arg, dict):
+        return {key: _map(value, make, device) for key, value in arg.items()}
+    return arg

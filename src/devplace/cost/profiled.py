@@ -1,0 +1,245 @@
+"""Measured costs: every distinct op of a step timed on the devices of this computer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.cost.analytic import Analytic
+from devplace.cost.cache import TimingCache, cache_folder
+from devplace.cost.signature import OpCall, op_calls
+from devplace.cost.table import CostModel, CostTable
+from devplace.errors import CacheError
+from devplace.graph import OpGraph
+from devplace.machine import Device, Machine
+from devplace.machine.detect import cpu_model
+
+I64 = NDArray[np.int64]
+Timer = Callable[[OpCall], tuple[int, int]]
+WARM_UP_S = 0.1
+
+
+def default_cache() -> Path:
+    """Where measured times are kept."""
+    return cache_folder() / "timings.sqlite"
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Price ops by timing each distinct one, in a CUDA graph on GPUs, with made-up valid inputs.
+
+    Devices of one model are timed once. A device that is not in this computer, an op that fails
+    there, and what the time limit leaves out are priced by `base`, scaled by the median ratio of
+    measured to `base` over ops of the same kind.
+
+    Attributes:
+        seconds: Time to measure for each model of device, at most, s (one op may exceed it).
+        cache: SQLite file of earlier times; None keeps nothing.
+        base: Prices what cannot be measured.
+        skip: Devices (names) that need no measuring.
+        cpu_threads: Threads of a CPU device; default: one if there are several CPU devices, else
+            torch's.
+    """
+
+    seconds: float = 5.0
+    cache: Path | None = field(default_factory=default_cache)
+    base: CostModel = field(default_factory=Analytic)
+    skip: tuple[str, ...] = ()
+    cpu_threads: int | None = None
+
+    def __call__(self, graph: OpGraph, machine: Machine) -> CostTable:
+        """Price every op of `graph` on every device of `machine`.
+
+        Returns:
+            int64 nanoseconds, shape `[V, D]`; `origin` is `profiled` if any device was measured,
+            else that of `base`. `notes` say what was not measured and why.
+        """
+        table = self.base(graph, machine)
+        if graph.program is None:
+            return table
+        calls = op_calls(graph)
+        compute_ns, workspace = table.compute_ns.copy(), _workspaces(graph)
+        notes: list[str] = []
+        done: dict[str, tuple[I64, I64]] = {}
+        for column, device in enumerate(machine.devices):
+            timer = self._timer(device, machine, graph) if device.name not in self.skip else None
+            if timer is None:
+                continue
+            place, measure = timer
+            if place not in done:
+                priced = _Column(self, place, measure, notes)
+                done[place] = priced.price(graph, calls, table.compute_ns[:, column])
+            compute_ns[:, column] = done[place][0]
+            if device.kind == "gpu":
+                workspace = np.maximum(workspace, done[place][1])
+        if not done:
+            return table
+        return CostTable(compute_ns, "profiled", workspace, tuple(notes))
+
+    def _timer(self, device: Device, machine: Machine, graph: OpGraph) -> tuple[str, Timer] | None:
+        """What times on this device depend on, and how they are taken; None if it is not here."""
+        if device.kind == "gpu":
+            return _cuda_timer(device) if graph.program.device == "cuda" else None
+        if device.model != cpu_model():
+            return None
+        import torch
+
+        from devplace.cost.timing import time_on_cpu
+
+        several = sum(other.kind == "cpu" for other in machine.devices) > 1
+        threads = self.cpu_threads or (1 if several else torch.get_num_threads())
+        place = f"{device.model}|torch {torch.__version__}|{threads} threads"
+        return place, lambda call: time_on_cpu(call, threads)
+
+
+def _cuda_timer(device: Device) -> tuple[str, Timer] | None:
+    import torch
+
+    index = device.name.removeprefix("cuda:")
+    if not torch.cuda.is_available() or not index.isdigit():
+        return None
+    if int(index) >= torch.cuda.device_count():
+        return None
+    if torch.cuda.get_device_properties(int(index)).name != device.model:
+        return None
+    from devplace.cost.timing import time_on_cuda
+
+    stream = torch.cuda.Stream(int(index))
+    _warm_up(torch, int(index))
+    return cuda_place(device.model), lambda call: time_on_cuda(call, device.name, stream)
+
+
+def cuda_place(model: str) -> str:
+    """All that times on a GPU depend on, as text: model, driver, versions, flags."""
+    import torch
+
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    flags = (
+        torch.get_float32_matmul_precision(),
+        cuda.allow_bf16_reduced_precision_reduction,
+        cuda.allow_fp16_reduced_precision_reduction,
+        cudnn.allow_tf32,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    versions = f"torch {torch.__version__}|cuda {torch.version.cuda}|cudnn {cudnn.version()}"
+    return f"{model}|driver {_driver()}|{versions}|{flags}"
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        text = ""
+    words = [word for word in text.split() if word.count(".") >= 1 and word[0].isdigit()]
+    if words:
+        return words[0]
+    import torch
+
+    return str(torch._C._cuda_getDriverVersion())
+
+
+def _warm_up(torch: Any, index: int) -> None:
+    """Bring the clocks up."""
+    with torch.cuda.device(index):
+        matrix = torch.zeros(2048, 2048, device=f"cuda:{index}")
+        until = time.monotonic() + WARM_UP_S
+        while time.monotonic() < until:
+            for _ in range(20):
+                matrix @ matrix
+            torch.cuda.synchronize(index)
+
+
+def _workspaces(graph: OpGraph) -> I64:
+    return np.array([op.workspace_bytes for op in graph.ops], np.int64)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Pricing on one model of device."""
+
+    settings: Profiled
+    place: str
+    timer: Timer
+    notes: list[str]
+
+    def price(self, graph: OpGraph, calls: Mapping[int, OpCall], base_ns: I64) -> tuple[I64, I64]:
+        """Times and workspaces of all ops, `[V]` each."""
+        known = self._known(graph, calls, base_ns)
+        compute_ns, workspace = base_ns.copy(), _workspaces(graph)
+        missing = []
+        for index, call in calls.items():
+            if call.key in known:
+                compute_ns[index], workspace[index] = known[call.key]
+            else:
+                missing.append(index)
+        _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
+        return compute_ns, workspace
+
+    def _known(
+        self, graph: OpGraph, calls: Mapping[int, OpCall], base_ns: I64
+    ) -> dict[str, tuple[int, int]]:
+        cache = TimingCache(self.settings.cache)
+        share: Counter[str] = Counter()
+        for index, call in calls.items():
+            share[call.key] += int(base_ns[index])
+        by_key = {call.key: call for call in calls.values()}
+        try:
+            known = cache.read(self.place, list(by_key))
+        except CacheError as error:
+            self.notes.append(str(error))
+            cache, known = TimingCache(None), {}
+        if cache.dropped:
+            self.notes.append(f"{cache.dropped} damaged rows of {cache.path} were measured again.")
+        order = [key for key, _ in share.most_common() if key not in known]
+        fresh = self._measure([by_key[key] for key in order])
+        try:
+            cache.write(self.place, fresh)
+        except CacheError as error:
+            self.notes.append(str(error))
+        return {**known, **fresh}
+
+    def _measure(self, calls: Sequence[OpCall]) -> dict[str, tuple[int, int]]:
+        """Times of calls, most important first, until the time is up."""
+        until = time.monotonic() + self.settings.seconds
+        found: dict[str, tuple[int, int]] = {}
+        failed: Counter[str] = Counter()
+        for number, call in enumerate(calls):
+            if time.monotonic() >= until:
+                self.notes.append(
+                    f"{len(calls) - number} of {len(calls)} distinct ops were not measured within "
+                    f"{self.settings.seconds:g} s; they are estimated."
+                )
+                break
+            try:
+                found[call.key] = self.timer(call)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                failed[f"{call.target}: {(str(error).splitlines() or [''])[0]}"] += 1
+        for what, count in failed.items():
+            self.notes.append(
+                f"{count} distinct ops could not be measured and are estimated: {what}"
+            )
+        return found
+
+
+def _scale(
+    graph: OpGraph, known: list[int], missing: list[int], base_ns: I64, compute_ns: I64
+) -> None:
+    """Scale estimates by measured / base of ops of the same target, else of all ops."""
+    if not known or not missing:
+        return
+    ratio = compute_ns[known] / np.maximum(base_ns[known], 1)
+    targets = np.array([graph.ops[i].target for i in known])
+    overall = float(np.median(ratio))
+    for index in missing:
+        same = ratio[targets == graph.ops[index].target]
+        factor = float(np.median(same)) if len(same) else overall
+        compute_ns[index] = max(1, round(int(base_ns[index]) * factor))

@@ -1,0 +1,128 @@
+"""How long one op takes on a device of this computer, and what memory it needs beside its own."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from devplace.cost.inputs import Arguments
+from devplace.cost.signature import OpCall
+
+MOST_BYTES = 4 * 2**30
+# Repetitions of an op in one CUDA graph: enough that launching the graph does not show.
+CHAIN_NS = 250_000
+MOST_CHAIN, LEAST_CHAIN = 60, 4
+REPLAYS = 3
+CPU_NS = 3_000_000
+
+
+class Timing(NamedTuple):
+    """What timing an op gave.
+
+    Attributes:
+        ns: Time it occupies the device in a chain of ops, gap to the next one included.
+        workspace_bytes: Memory it takes while it runs beside inputs and outputs.
+    """
+
+    ns: int
+    workspace_bytes: int = 0
+
+
+def time_on_cuda(call: OpCall, device: Any, stream: Any) -> Timing:
+    """Time an op inside a CUDA graph that repeats it.
+
+    Ops that no graph can hold are timed by events around single calls.
+
+    Raises:
+        RuntimeError: The op cannot run on this device with such arguments.
+    """
+    device = torch.device(device)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    free = torch.cuda.mem_get_info(device)[0]
+    with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+        arguments = Arguments(call, device, 2 * cache, min(MOST_BYTES, free // 4))
+        arguments.run(0)
+        alone_ns, workspace, made = _alone(arguments, stream, device)
+        most = max(LEAST_CHAIN, int(min(MOST_BYTES, free // 4) // max(1, made + workspace)))
+        chain = max(LEAST_CHAIN, min(MOST_CHAIN, most, CHAIN_NS // max(1, alone_ns)))
+        try:
+            return Timing(_chained(arguments, stream, chain, made), workspace)
+        except RuntimeError:
+            torch.cuda.synchronize(device)
+            return Timing(alone_ns, workspace)
+
+
+def _alone(arguments: Arguments, stream: Any, device: Any) -> tuple[int, int, int]:
+    """Time of one call, its workspace and the bytes it makes."""
+    stream.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    begin.record(stream)
+    made = arguments.run(1)
+    end.record(stream)
+    stream.synchronize()
+    made_bytes = torch.cuda.memory_allocated(device) - before
+    workspace = torch.cuda.max_memory_allocated(device) - before - made_bytes
+    del made
+    return round(begin.elapsed_time(end) * 1e6), max(0, workspace), max(0, made_bytes)
+
+
+def _chained(arguments: Arguments, stream: Any, count: int, made_bytes: int) -> int:
+    graph = torch.cuda.CUDAGraph()
+    keeps = made_bytes >= 2**20  # so that results are not written to the same place in the cache
+    kept: list[Any] = []
+    graph.capture_begin(capture_error_mode="relaxed")
+    try:
+        for number in range(count):
+            made = arguments.run(number)
+            if keeps:
+                kept.append(made)
+    finally:
+        _end(graph)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    graph.replay()
+    events[0].record(stream)
+    for event in events[1:]:
+        graph.replay()
+        event.record(stream)
+    stream.synchronize()
+    spans = [a.elapsed_time(b) for a, b in pairwise(events)]
+    return int(max(1, round(min(spans) * 1e6 / count)))
+
+
+def _end(graph: Any) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        raise RuntimeError(f"no CUDA graph can hold the op: {error}") from error
+
+
+def time_on_cpu(call: OpCall, threads: int) -> Timing:
+    """Time an op on the CPU: median of calls that last 3 ms together, three at least.
+
+    Args:
+        call: The op.
+        threads: Threads it may use.
+
+    Raises:
+        RuntimeError: The op cannot run on a CPU.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            arguments = Arguments(call, "cpu", 0, MOST_BYTES)
+            arguments.run(0)
+            spans: list[int] = []
+            while len(spans) < 3 or (sum(spans) < CPU_NS and len(spans) < 200):
+                begin = time.perf_counter_ns()
+                made = arguments.run(len(spans))
+                spans.append(time.perf_counter_ns() - begin)
+                del made
+    finally:
+        torch.set_num_threads(before)
+    return Timing(max(1, sorted(spans)[len(spans) // 2]))

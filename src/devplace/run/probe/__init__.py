@@ -1,0 +1,85 @@
+"""Probe of a machine's links: latency, bandwidth, overheads, and whether data arrives unharmed."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from devplace import __version__
+from devplace.machine import Machine
+from devplace.run.probe.cache import cached_report, keep_report
+from devplace.run.probe.cpu import CpuBench
+from devplace.run.probe.machine import link_fit, machine_from_probe
+from devplace.run.probe.measure import Bench, run_probe
+from devplace.run.probe.report import DeviceReport, PairReport, ProbeReport, Sharing, StepReport
+
+__all__ = [
+    "DeviceReport",
+    "PairReport",
+    "ProbeReport",
+    "Sharing",
+    "StepReport",
+    "cached_probe",
+    "keep_report",
+    "link_fit",
+    "machine_from_probe",
+    "probe",
+    "probe_key",
+]
+
+
+def probe(machine: Machine) -> ProbeReport:
+    """Check and measure every link of this machine; a few seconds.
+
+    Links between GPUs and with the host where the machine has GPUs, else links between its logical
+    CPU devices. Nothing else may run on the devices meanwhile.
+
+    Args:
+        machine: As detected here.
+
+    Raises:
+        ExecutionError: The devices themselves failed.
+    """
+    return run_probe(_bench(machine), probe_key(machine))
+
+
+def cached_probe(machine: Machine) -> ProbeReport:
+    """As `probe`, but from the user's cache if the machine was probed before.
+
+    Args:
+        machine: As detected here.
+    """
+    return cached_report(probe_key(machine), lambda: probe(machine))
+
+
+def probe_key(machine: Machine) -> dict[str, str]:
+    """What a probe of this machine is true of: devices, driver and versions."""
+    gpus = [device for device in machine.devices if device.kind == "gpu"]
+    key = {"devplace": __version__, "torch": str(torch.__version__)}
+    if not gpus:
+        model = machine.devices[0].model
+        return {**key, "devices": f"{len(machine.devices)} x {model}", "host": platform.node()}
+    names = " ".join(f"{gpu.name}={gpu.uuid or gpu.model}" for gpu in gpus)
+    return {**key, "devices": names, "driver": _driver_version()}
+
+
+def _driver_version() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return f"CUDA {torch._C._cuda_getDriverVersion()}"
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found.group(1) if found else text.split("\n")[0]
+
+
+def _bench(machine: Machine) -> Bench:
+    gpus: Sequence[str] = [device.name for device in machine.devices if device.kind == "gpu"]
+    if not gpus:
+        return CpuBench(machine.device_names)
+    from devplace.run.cuda.probe import CudaBench
+
+    return CudaBench(gpus)

@@ -1,0 +1,87 @@
+"""The last probe of this machine, kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from devplace.run.probe.report import ProbeReport
+
+_log = logging.getLogger(__name__)
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A report in a file: its text, and a checksum over it."""
+
+    sha256: str
+    report: str
+
+
+def cache_folder() -> Path:
+    """`$DEVPLACE_CACHE`, or `devplace` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
+    if own := os.environ.get("DEVPLACE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devplace"
+
+
+def kept_report(key: dict[str, str]) -> ProbeReport | None:
+    """The report kept for this key; a damaged, half-written or foreign file counts as none."""
+    path = _path(key)
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        report = ProbeReport.from_json(kept.report)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.warning("Kept probe %s is not used: %s", path, error)
+        return None
+    if kept.sha256 != _checksum(kept.report) or report.key != key:
+        _log.warning("Kept probe %s is not used: it was changed, or is of another machine", path)
+        return None
+    return report
+
+
+def keep_report(report: ProbeReport) -> bool:
+    """Keep a report for its key, whole or not at all; tells whether it could be written."""
+    path, text = _path(report.key), report.to_json().decode()
+    data = msgspec.json.encode(_Kept(sha256=_checksum(text), report=text))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        _log.warning("The probe could not be kept in %s: %s", path, error)
+        return False
+    return True
+
+
+def cached_report(key: dict[str, str], measure: Callable[[], ProbeReport]) -> ProbeReport:
+    """The report kept for this key, else a new one, which is kept."""
+    found = kept_report(key)
+    if found is None:
+        found = measure()
+        keep_report(found)
+    return found
+
+
+def _path(key: dict[str, str]) -> Path:
+    text = msgspec.json.encode(dict(sorted(key.items())))
+    return cache_folder() / f"probe-{hashlib.sha256(text).hexdigest()[:20]}.json"
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
