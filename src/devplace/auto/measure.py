@@ -217,13 +217,17 @@ class _Child:
         self._senders: list[threading.Thread] = []
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except OSError:
+            self._stderr.close()
+            raise
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
