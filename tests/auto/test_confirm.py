@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from devplace.auto.candidates import Candidate, candidates
-from devplace.auto.confirm import Confirmation, Row, confirm
-from devplace.auto.measure import Measurement, Measurer
+from devplace.auto.confirm import Confirmation, Row, confirm, confirm_trials
+from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.timing import Timing
 from devplace.errors import ExecutionError
 from devplace.plan import Plan
@@ -93,3 +93,38 @@ def test_the_verdict_says_what_won_against_what(plans: tuple[Plan, Plan]) -> Non
     assert verdict(one, lost).endswith("no plan on several devices could be run.")
     assert verdict(one).endswith("no other plan was worth a try.")
     assert "it was killed" in Confirmation((one, lost), 1.0).lines()[2]
+
+
+class Scripted:
+    """A measurer that gives the times it is told."""
+
+    def __init__(self, times: list[int]) -> None:
+        self.times = times
+        self.names: list[str] = []
+
+    def measure(self, trial: Trial, deadline: float | None = None) -> Measurement:
+        """The next time."""
+        self.names.append(trial.name)
+        return row(trial.name, trial.plan, self.times.pop(0)).measurement
+
+
+@pytest.mark.parametrize(
+    ("times", "asked", "chosen"),
+    [
+        ([100, 95, 90, 97], ["single", "several", "single", "several"], "single"),
+        ([100, 95, 99, 96], ["single", "several", "single", "several"], "several"),
+        ([100, 105, 101, 99], ["single", "several", "several", "single"], "single"),
+        ([100, 80], ["single", "several"], "several"),
+    ],
+)
+def test_a_narrow_win_is_measured_again(
+    times: list[int], asked: list[str], chosen: str, plans: tuple[Plan, Plan]
+) -> None:
+    """When the lead is small both are run once more and the faster time of each counts."""
+    found = [Candidate("single", plans[0], True), Candidate("several", plans[1])]
+    graph = captured()[0]
+    trials = [Trial(candidate.name, candidate.plan, graph, {}) for candidate in found]
+    measurer = Scripted(times)
+    done = confirm_trials(found, trials, measurer, 10.0)  # type: ignore[arg-type]
+    assert measurer.names == asked
+    assert done.best.name == chosen

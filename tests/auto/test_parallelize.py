@@ -152,7 +152,7 @@ def test_a_plan_that_kills_its_process_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are measured and one of them is used; the table names what happened."""
-    command = hostile(["kill", *["ok"] * 9], tmp_path)
+    command = hostile(["kill", *["ok"] * 30], tmp_path)
     monkeypatch.setattr(module, "Measurer", lambda **options: Measurer(command=command, **options))
     model, batch, loss = tagger()
     with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
