@@ -13,7 +13,16 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "devplace"
 
 # Files (or folders) that need torch to be of any use.
-USE_TORCH = ("graph/capture/", "cost/profiled", "placers/rl/", "run/", "workloads/")
+USE_TORCH = (
+    "graph/capture/",
+    "cost/inputs",
+    "cost/profiled",
+    "cost/timing",
+    "placers/rl/",
+    "run/",
+    "auto/",
+    "workloads/",
+)
 # Others import it inside a function, only when that function is called:
 # detect asks torch for GPUs, the command line builds optimizers, examples need tensors.
 USE_TORCH_LATE = ("machine/detect.py", "cli/", "testing/", "placers/")

@@ -31,14 +31,40 @@ _LAZY = {
     "compile": "devplace.run",
     "load_machine": "devplace.machine",
     "load_plan": "devplace.plan",
+    "parallelize": "devplace.auto.parallelize",
+    "confirm": "devplace.auto.confirm",
     "lower_bound": "devplace.simulator.bounds",
     "place": "devplace.placers",
     "simulate": "devplace.simulator",
 }
-_ROOMS = ("cost", "errors", "graph", "machine", "placers", "report", "run", "testing", "workloads")
+_ROOMS = (
+    "auto",
+    "cost",
+    "errors",
+    "graph",
+    "machine",
+    "placers",
+    "report",
+    "run",
+    "testing",
+    "workloads",
+)
 
 if TYPE_CHECKING:
-    from devplace import cost, errors, graph, machine, placers, report, run, testing, workloads
+    from devplace import (
+        auto,
+        cost,
+        errors,
+        graph,
+        machine,
+        placers,
+        report,
+        run,
+        testing,
+        workloads,
+    )
+    from devplace.auto.confirm import confirm
+    from devplace.auto.parallelize import parallelize
     from devplace.cost.analytic import Analytic
     from devplace.graph import OpGraph
     from devplace.graph.capture import capture
@@ -64,9 +90,11 @@ __all__ = [
     "Problem",
     "Result",
     "Timeline",
+    "auto",
     "capture",
     "check",
     "compile",
+    "confirm",
     "cost",
     "errors",
     "graph",
@@ -74,6 +102,7 @@ __all__ = [
     "load_plan",
     "lower_bound",
     "machine",
+    "parallelize",
     "place",
     "placers",
     "report",

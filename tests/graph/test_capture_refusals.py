@@ -335,3 +335,11 @@ def test_replaced_parameter_is_refused() -> None:
             return y
 
     refuse(Replace(), "'weight' is assigned anew")
+
+
+def test_a_step_is_captured_for_a_known_device_type() -> None:
+    """`device` is cpu or cuda; a model on the meta device can be captured for either."""
+    model = small_net()
+    refuse(model, "captured for 'cpu' or 'cuda', got device='tpu'", device="tpu")
+    if not torch.backends.cuda.is_built():
+        refuse(model, "This build of torch has no CUDA", device="cuda")

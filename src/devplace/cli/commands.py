@@ -132,12 +132,20 @@ def probe(output: Path | None, as_json: bool) -> None:
 @click.option("--placer", default="search", show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")
+@click.option(
+    "--confirm", is_flag=True, help="Run the best few plans here and take the fastest measured."
+)
 def plan(**values: Any) -> None:
     """Plan one training step of MODEL (a workload, or file.py:function)."""
     from devplace.cli import planning
 
     outcome = planning.plan(
-        _request(values), values["placer"], values["budget"], values["seed"], _outputs(values)
+        _request(values),
+        values["placer"],
+        values["budget"],
+        values["seed"],
+        _outputs(values),
+        values["confirm"],
     )
     _show(outcome, values["as_json"])
 
@@ -184,24 +192,31 @@ def explain(plan_file: Path, machine: str | None, device_map: bool, as_json: boo
     help="Of dropout and the like.",
 )
 @click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@click.option("--deviations", is_flag=True, help="Where planned and measured times differ most.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
-def run(plan_file: Path, steps: int, seed: int, machine: str | None, as_json: bool) -> None:
-    """Run PLAN on logical CPU devices and check it against the unplaced step."""
+def run(
+    plan_file: Path, steps: int, seed: int, machine: str | None, deviations: bool, as_json: bool
+) -> None:
+    """Run PLAN and check it against the unplaced step: on its GPUs, if they are in this computer
+    and it was made for them, else on logical CPU devices."""
     from devplace.cli import running
 
-    _show(running.run(plan_file, steps, seed, machine), as_json)
+    _show(running.run(plan_file, steps, seed, machine, deviations), as_json)
 
 
 @devplace.command()
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 @click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@click.option("--deviations", is_flag=True, help="Where planned and measured times differ most.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
-def trace(plan_file: Path, output: Path, machine: str | None, as_json: bool) -> None:
+def trace(
+    plan_file: Path, output: Path, machine: str | None, deviations: bool, as_json: bool
+) -> None:
     """Write PLAN's timeline as a Chrome trace; the measured one too, after a run."""
-    from devplace.cli import running
+    from devplace.cli import tracing
 
-    _show(running.trace(plan_file, output, machine), as_json)
+    _show(tracing.trace(plan_file, output, machine, deviations), as_json)
 
 
 def _show(outcome: Any, as_json: bool) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from devplace import placers
-from devplace.cli.session import Request, Session, open_session, refuse_overwriting
+from devplace.cli.session import Request, Session, open_session, refuse_overwriting, working
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
 from devplace.placers.place import infeasible
 from devplace.report import Skipped
 from devplace.simulator.bounds import LowerBound, lower_bound
 
+if TYPE_CHECKING:
+    from devplace.auto.confirm import Confirmation
+
+CONFIRM_SECONDS = 60.0
+"""Time after which `--confirm` tries no more plans."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -68,6 +73,7 @@ class PlanOutcome:
     session: Session
     result: Result
     outputs: Outputs
+    confirmation: Confirmation | None = None
 
     @property
     def exit_code(self) -> int:
@@ -101,6 +107,15 @@ class PlanOutcome:
             "plan": str(self.outputs.plan)
             if self.outputs.plan and self.result.is_feasible
             else None,
+            **self._confirmed_json(),
+        }
+
+    def _confirmed_json(self) -> dict[str, Any]:
+        if self.confirmation is None:
+            return {}
+        return {
+            "measured_ns": self.confirmation.best.measured_ns,
+            "confirmation": [row.as_json() for row in self.confirmation.rows],
         }
 
     def print(self) -> None:
@@ -113,6 +128,9 @@ class PlanOutcome:
         Console().print(memory_table(self.result.timeline))
         for note in self.session.problem.notes:
             click.echo(f"note: {note}")
+        if self.confirmation is not None:
+            for line in (self.confirmation.verdict(), *self.confirmation.lines()):
+                click.echo(line)
         for line in self.outputs.lines(self.result):
             click.echo(line)
 
@@ -182,17 +200,56 @@ class CompareOutcome:
 
 
 def plan(
-    request: Request, placer_name: str, budget: str, seed: int, outputs: Outputs
+    request: Request,
+    placer_name: str,
+    budget: str,
+    seed: int,
+    outputs: Outputs,
+    confirms: bool = False,
 ) -> PlanOutcome:
-    """Plan with one placer."""
+    """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
     placer, limits = placers.by_name(placer_name), Budget.parse(budget)
     outputs.check(request)
-    session = open_session(request)
+    if confirms:
+        request = _runnable(request)
+    session = open_session(request, with_values=confirms)
     bound = lower_bound(session.problem)
     with _progress([placer_name]) as begin:
         result = _place(session, placer, limits, seed, bound, begin(placer_name))
+    confirmation = None
+    if confirms and result.is_feasible and not result.is_interrupted:
+        confirmation, result = _confirmed(session, result)
     outputs.write(result)
-    return PlanOutcome(session, result, outputs)
+    return PlanOutcome(session, result, outputs, confirmation)
+
+
+def _runnable(request: Request) -> Request:
+    """The request without CPUs beside GPUs; refused if its devices are not of this computer."""
+    from devplace.auto.here import excluded, require_here
+    from devplace.machine import load_machine
+
+    machine = load_machine(request.machine)
+    exclude = excluded(machine, request.exclude, uses_cpu=False)
+    require_here(machine, exclude)
+    return replace(request, exclude=exclude)
+
+
+def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
+    """What was measured, and the result whose plan is the fastest measured."""
+    from devplace.auto.confirm import confirm
+
+    workload = session.workload
+    with working("running the best plans"):
+        found = confirm(
+            result, workload.model, session.optimizer, workload.inputs, seconds=CONFIRM_SECONDS
+        )
+    best = found.best
+    plan = best.plan
+    timeline = plan.timeline(session.problem)
+    chosen = replace(
+        result, placement=plan.as_placement(), timeline=timeline, plan=plan, placer=best.name
+    )
+    return found, chosen
 
 
 def compare(

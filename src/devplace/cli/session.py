@@ -6,19 +6,19 @@ import os.path
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from devplace.errors import InputError, PlanError
+from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.plan import Plan
 from devplace.problem import Problem
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
-_KEYS = ("model", "machine", "size", "batch", "micro_batches", "optimizer")
+_KEYS = ("model", "machine", "size", "batch", "micro_batches", "optimizer", "device")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Request:
         micro_batches: Chunks of the batch.
         optimizer: One of `OPTIMIZERS`.
         limits, pins, exclude: See `Problem`.
+        device: torch device type to capture for; empty: `cuda` if the machine's GPUs are here.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Request:
     limits: dict[str, int | str] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
+    device: str = ""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -101,6 +103,7 @@ class _Made(msgspec.Struct):
     limits: dict[str, int | str]
     pins: dict[str, str]
     exclude: tuple[str, ...]
+    device: str = "cpu"
 
 
 def refuse_overwriting(output: Path, inputs: Iterable[Path]) -> None:
@@ -143,6 +146,7 @@ def open_session(request: Request, *, with_values: bool = False) -> Session:
 
     machine = load_machine(request.machine)  # cheap, so wrong names are told before a long capture
     _check_devices(request, machine)
+    request = replace(request, device=_device(request, machine))
     workload, optimizer, graph = _capture(request, "cpu" if with_values else "meta")
     from devplace.cost.analytic import Analytic
 
@@ -155,6 +159,23 @@ def open_session(request: Request, *, with_values: bool = False) -> Session:
         exclude=request.exclude,
     )
     return Session(request, workload, optimizer, problem)
+
+
+def _device(request: Request, machine: Any) -> str:
+    """For which torch device type the step is captured."""
+    from devplace.auto.here import capture_device
+
+    if not request.device:
+        return capture_device(machine, request.exclude)
+    if request.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise PlanMismatchError(
+                "The plan is of a step captured for CUDA devices, and this computer has none. "
+                "Use it where it was made, or plan again."
+            )
+    return request.device
 
 
 def _check_devices(request: Request, machine: Any) -> None:
@@ -202,6 +223,7 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
             optimizer,
             request.micro_batches,
             name=request.model,
+            device=request.device,
             progress=lambda stage, count: note(f"{stage}: {count} nodes"),
         )
     return workload, optimizer, graph

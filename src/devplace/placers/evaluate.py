@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
+from devplace.placers.runners_up import RunnersUp
 from devplace.problem import Placement, Problem
 from devplace.simulator import make_kernel
 
@@ -50,6 +51,7 @@ class Evaluator:
         num_evaluations: Simulations done.
         history: (evaluations, seconds, step_ns) whenever a better feasible placement was found.
         best: The best feasible placement simulated so far.
+        runners_up: Good placements of other kinds; placers set its `heading`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Evaluator:
         self.kernel = make_kernel(problem.core)
         self.num_evaluations = 0
         self.history: list[tuple[int, float, int]] = []
+        self.runners_up = RunnersUp()
         self.threads = threads or os.cpu_count() or 1
         self._started = time.monotonic()
         self._best: tuple[int, I32, I64 | None] | None = None  # step, devices, priorities of tasks
@@ -148,7 +151,15 @@ class Evaluator:
         """The best feasible placement simulated so far, if there was one."""
         if self._best is None:
             return None
-        _, device, priority = self._best
+        return self._placement(self._best)
+
+    def next_best(self, most: int) -> tuple[Placement, ...]:
+        """The best feasible placements that are not `best` and differ from each other in kind."""
+        found = self.runners_up.distinct(self._best, most)
+        return tuple(self._placement(entry) for entry in found)
+
+    def _placement(self, entry: tuple[int, I32, I64 | None]) -> Placement:
+        _, device, priority = entry
         of_op = None if priority is None else self.problem.op_priority(priority)
         return Placement(self.problem.expand(device), of_op)
 
@@ -157,10 +168,11 @@ class Evaluator:
         if not len(fits):
             return
         row = int(fits[step[fits].argmin()])
-        if self._best is not None and int(step[row]) >= self._best[0]:
-            return
         own = priorities is not None and priorities.ndim == 2
         priority = priorities[row] if own and priorities is not None else priorities
+        self.runners_up.offer(int(step[row]), devices[row], priority)
+        if self._best is not None and int(step[row]) >= self._best[0]:
+            return
         kept = None if priority is None else priority.copy()
         self._best = (int(step[row]), devices[row].copy(), kept)
         self.history.append((self.num_evaluations, self.seconds, self._best[0]))

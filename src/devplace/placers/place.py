@@ -19,6 +19,8 @@ from devplace.simulator import Timeline, make_kernel, simulate
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import format_bytes
 
+MOST_RUNNERS_UP = 6
+
 
 @dataclass(frozen=True)
 class Result:
@@ -35,6 +37,7 @@ class Result:
         history: (evaluations, seconds, step_ns) at each improvement.
         bound: Lower bounds of the problem.
         is_interrupted: Whether the placer was stopped by Ctrl-C; this is the best it had found.
+        runners_up: The best other feasible placements it saw that differ in kind, fastest first.
     """
 
     placement: Placement = field(repr=False)
@@ -47,6 +50,7 @@ class Result:
     history: tuple[tuple[int, float, int], ...] = field(repr=False)
     bound: LowerBound
     is_interrupted: bool = False
+    runners_up: tuple[Placement, ...] = field(default=(), repr=False)
 
     @property
     def step_ns(self) -> int:
@@ -138,6 +142,7 @@ def place(
         tuple(evaluate.history),
         bound,
         interrupted,
+        evaluate.next_best(MOST_RUNNERS_UP),
     )
 
 

@@ -82,8 +82,10 @@ class Search:
         levels = self._levels(problem)
         self._coarse(annealer, levels[0], starts, devices, rng)
         for k, level in enumerate(levels[1:]):
+            evaluate.runners_up.heading = f"level {k + 1}"
             until = 0.45 + 0.3 * (k + 1) / (len(levels) - 1)
             self._again(annealer, level, everything, until, self.heat / 4, 3000)
+        evaluate.runners_up.heading = "fine"
         for share in (0.82, 0.9, 1.0):
             improve_order(annealer, rng, share - 0.04, 2 * self.width)
             refine_placement(annealer, rng, everything, share, self.width)
@@ -111,7 +113,8 @@ class Search:
         found: list[Best] = []
         first = _first_task_of_group(problem)
 
-        def keep(placement: Placement) -> None:
+        def keep(placement: Placement, heading: str = "") -> None:
+            evaluate.runners_up.heading = heading
             score = evaluate(placement)
             groups = problem.task_devices(placement)[first]
             priority = placement.priority
@@ -120,19 +123,19 @@ class Search:
             found.append(Best(groups, score.step_ns, score.overflow_bytes, priority))
 
         if self.start is not None:
-            keep(self.start)
+            keep(self.start, "start")
         for device in problem.usable_devices:
-            keep(all_on(problem, device))
+            keep(all_on(problem, device), "single")
         chain, devices = module_chain(problem), accelerators(problem)
         weight = mean_duration_ns(problem)
         for count in range(2, len(devices) + 1):
             if not evaluate.exhausted:
-                keep(even_split(problem, chain, devices[:count]))
+                keep(even_split(problem, chain, devices[:count]), "even")
                 wish = np.array(devices, np.int32)[shares(weight, count)]
-                keep(Placement(op_devices(problem, by_vote(problem, wish, weight))))
+                keep(Placement(op_devices(problem, by_vote(problem, wish, weight))), "topo")
         for placer in (Layers(), DataParallel(), Greedy(), Topo(), Heft(), Etf()):
             if not evaluate.exhausted and not placer.supports(problem):
-                keep(placer(problem, evaluate, rng))
+                keep(placer(problem, evaluate, rng), placer.name)
         return sorted(found, key=lambda best: best.key)
 
     def _exhaust(self, annealer: Annealer) -> None:
@@ -200,6 +203,7 @@ class Search:
         count = len(problem.machine.devices)
         group_time = group_time_ns(problem).mean(axis=1)
         for k in range(self.restarts):
+            annealer.evaluate.runners_up.heading = f"start {k}"
             if k < len(starts) and k != self.restarts - 1:
                 start = level.vote(starts[k].groups, group_time, count)
             else:

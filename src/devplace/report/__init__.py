@@ -1,6 +1,7 @@
 """What people read: tables, summaries, explanations, traces, device maps, an HTML page."""
 
 from devplace.report.chrome_trace import chrome_trace, save_chrome_trace
+from devplace.report.deviations import Deviation, Deviations, deviations
 from devplace.report.device_map import device_map
 from devplace.report.explain import Explanation, explain
 from devplace.report.html import html_report, save_html_report
@@ -16,6 +17,8 @@ from devplace.report.table import (
 )
 
 __all__ = [
+    "Deviation",
+    "Deviations",
     "Explanation",
     "MemoryRow",
     "Skipped",
@@ -23,6 +26,7 @@ __all__ = [
     "chrome_trace",
     "comparison_json",
     "comparison_table",
+    "deviations",
     "device_map",
     "explain",
     "html_report",

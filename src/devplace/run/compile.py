@@ -32,6 +32,7 @@ def compile_step(
     copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
     invent_seed: int | None = None,
+    waits: bool = True,
 ) -> Step:
     """Make a placed step callable on logical CPU devices, or on CUDA devices if these are named.
 
@@ -51,6 +52,7 @@ def compile_step(
             is used, but after an error the state must be loaded again.
         invent_seed: Seed of made-up values for a model on the meta device, to measure without
             weights; None refuses such a model.
+        waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
 
     Raises:
         PlanError: The order is incomplete or can never finish.
@@ -58,7 +60,7 @@ def compile_step(
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    executor = make_executor(schedule, seed, copy, keeps_old_state)
+    executor = make_executor(schedule, seed, copy, keeps_old_state, waits)
     return Step(model, optimizer, graph, executor, invent_seed)
 
 

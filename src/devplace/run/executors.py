@@ -37,6 +37,7 @@ def make_executor(
     seed: int = 0,
     copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
+    waits: bool = True,
 ) -> Executor:
     """The executor for the devices that have something to do.
 
@@ -45,6 +46,7 @@ def make_executor(
         seed: Seed of the random ops.
         copy: Makes copies between logical CPU devices.
         keeps_old_state: Of logical CPU devices; GPUs never keep it.
+        waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
 
     Raises:
         InputError: CUDA devices that are not there, or mixed with CPU devices.
@@ -53,7 +55,7 @@ def make_executor(
         return CpuExecutor(schedule, seed, copy, keeps_old_state)
     from devplace.run.cuda import CudaExecutor
 
-    return CudaExecutor(schedule, seed)
+    return CudaExecutor(schedule, seed, waits=waits)
 
 
 def runs_on_cuda(schedule: Schedule) -> bool:

@@ -24,6 +24,7 @@ def compile(
     loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
     seed: int = 0,
+    waits: bool = True,
 ) -> Step:
     """Make a planned step callable on the plan's devices: logical CPUs, or GPUs of this computer.
 
@@ -36,6 +37,7 @@ def compile(
         example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
             again for a plan from a file.
         seed: Fixes all random numbers, whatever the placement.
+        waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
 
     Returns:
         A step: `loss = step(*batch)`, `step.sync()` writes back into model and optimizer.
@@ -52,7 +54,14 @@ def compile(
     check_graph(plan, found)
     optimizer = optimizer if optimizer is not None else found.program.optimizer
     return compile_step(
-        model, optimizer, found, plan.placement, plan.order, plan.device_names, seed
+        model,
+        optimizer,
+        found,
+        plan.placement,
+        plan.order,
+        plan.device_names,
+        seed,
+        waits=waits,
     )
 
 

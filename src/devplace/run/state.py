@@ -52,13 +52,17 @@ class ModelState:
             PlanMismatchError: Something is missing or has another shape or dtype than captured.
             InputError: A tensor is on the meta device, that is, has no values.
         """
+        kinds = {binding.op: binding for binding in self._graph.program.bindings}
+        return {op: self._real(kinds[op], value) for op, value in self.present().items()}
+
+    def present(self) -> dict[int, Any]:
+        """As `read`, but what is on the meta device is given as it is."""
         tensors = self._named_tensors()
         values = {}
         for binding in self._graph.program.bindings:
             if binding.kind in STORED_KINDS:
-                value = self._value(binding, tensors)
-                self._check(binding, value)
-                values[binding.op] = self._real(binding, value)
+                values[binding.op] = self._value(binding, tensors)
+                self._check(binding, values[binding.op])
         return values
 
     @property

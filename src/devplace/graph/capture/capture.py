@@ -43,6 +43,7 @@ def capture(
     clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
     name: str | None = None,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> OpGraph:
     """Capture one whole step: forward, backward and parameter update as one flat graph.
@@ -66,6 +67,8 @@ def capture(
             `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`.
         autocast: Low-precision dtype of the forward pass (`torch.bfloat16`).
         name: Name of the graph; the model's class by default.
+        device: torch device type the step is captured for, `cpu` or `cuda`; by default where the
+            model is. Wherever the model lies, it stays there.
         progress: Called with a stage and the number of nodes traced so far.
 
     Returns:
@@ -84,6 +87,7 @@ def capture(
         make_batch(example_inputs, example_kwargs, micro_batches),
         clip_grad_norm,
         autocast,
+        device,
     )
     tagger = Tagger(model, progress)
     step = Step(request, tagger)
@@ -109,6 +113,7 @@ def _request(
     batch: Any,
     clip_grad_norm: float | None,
     autocast: torch.dtype | None,
+    device: str | None = None,
 ) -> Request:
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
@@ -118,9 +123,9 @@ def _request(
     if mode == "inference" and batch.sizes:
         raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
     call = model if mode == "inference" else loss_call(model, loss_fn)
-    device = _device_type(sources, batch.leaves)
+    kind = _device_type(sources, batch.leaves, device)
     return Request(
-        model, call, sources, batch, mode, update, clip_grad_norm, autocast, device, optimizer
+        model, call, sources, batch, mode, update, clip_grad_norm, autocast, kind, optimizer
     )
 
 
@@ -154,11 +159,13 @@ def _check_options(
         )
 
 
-def _device_type(sources: Sources, leaves: list[Any]) -> str:
+def _device_type(sources: Sources, leaves: list[Any], wanted: str | None) -> str:
+    if wanted not in (None, "cpu", "cuda"):
+        raise CaptureError(f"A step is captured for 'cpu' or 'cuda', got device={wanted!r}.")
     known = [*sources.parameters.values(), *sources.buffers.values()]
     known += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kinds = [t.device.type for t in known if t.device.type != "meta"]
-    kind = kinds[0] if kinds else "cpu"
+    kind = wanted or (kinds[0] if kinds else "cpu")
     if kind == "cuda" and not torch.backends.cuda.is_built():
         raise CaptureError("This build of torch has no CUDA: capture a model on the CPU or 'meta'.")
     return kind

@@ -1,0 +1,1 @@
+"""Plans confirmed by running them; `parallelize`, from a model to a step for a training loop."""

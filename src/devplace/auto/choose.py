@@ -1,0 +1,154 @@
+"""Search plans for one or several captures of a step, and choose by measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from devplace.auto.candidates import Candidate, candidates
+from devplace.auto.clock import Clock
+from devplace.auto.confirm import Confirmation, confirm_trials
+from devplace.auto.costs import price
+from devplace.auto.measure import Measurer, Trial
+from devplace.auto.sources import step_sources
+from devplace.errors import InfeasibleError
+from devplace.graph import OpGraph
+from devplace.machine import Machine
+from devplace.placers import Placer, Result, Search, Single, place
+from devplace.problem import Problem
+
+Tell = Callable[[str], None]
+_Pair = tuple[Candidate, Trial]
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What was found for one capture.
+
+    Attributes:
+        graph: The captured step.
+        result: Of its search.
+    """
+
+    graph: OpGraph = field(repr=False)
+    result: Result
+
+    @property
+    def prefix(self) -> str:
+        """For names of its candidates."""
+        count = self.graph.meta.get("micro_batches", 1)
+        return f"{count} micro-batches, " if count > 1 else ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Candidates in the order in which they should be used.
+
+    Attributes:
+        ranked: Candidates with their graphs, best first.
+        confirmation: What was measured, if it was.
+        notes: For the report.
+    """
+
+    ranked: tuple[tuple[Candidate, OpGraph], ...]
+    confirmation: Confirmation | None
+    notes: tuple[str, ...] = ()
+
+
+def search(
+    graphs: Sequence[OpGraph],
+    machine: Machine,
+    demands: Mapping[str, Any],
+    placer: Placer | None,
+    clock: Clock,
+    seed: int,
+    confirms: bool,
+    tell: Tell,
+) -> list[Searched]:
+    """Place every capture; those that do not fit are left out.
+
+    Raises:
+        InfeasibleError: None fits.
+    """
+    found: list[Searched] = []
+    first_error: InfeasibleError | None = None
+    for number, graph in enumerate(graphs):
+        problem = Problem(graph, machine, price(graph, machine), **demands)
+        chosen = placer or (Search() if len(problem.usable_devices) > 1 else Single())
+        budget = clock.search_budget(len(graphs) - number, confirms)
+        tell(f"searching ({number + 1} of {len(graphs)})")
+        try:
+            result = place(problem, chosen, budget, seed)
+        except InfeasibleError as error:
+            first_error = first_error or error
+            continue
+        if result.is_interrupted:
+            raise KeyboardInterrupt
+        found.append(Searched(graph, result))
+    if not found:
+        assert first_error is not None
+        raise first_error
+    return found
+
+
+def choose(
+    searches: Sequence[Searched],
+    arguments: tuple[Any, Any, Any, Any],
+    measurer: Measurer | None,
+    clock: Clock,
+    tell: Tell,
+) -> Choice:
+    """Measure the candidates of all searches and rank them; without measuring, by prediction.
+
+    Args:
+        searches: At least one.
+        arguments: Model, optimizer, inputs and keyword inputs.
+        measurer: What runs them, or None.
+        clock: Bounds the measuring.
+        tell: Told what is being measured.
+
+    Raises:
+        ExecutionError: None of them ran.
+    """
+    notes = tuple(dict.fromkeys(n for s in searches for n in s.result.timeline.problem.notes))
+    if measurer is None:
+        best = sorted(searches, key=lambda s: s.result.step_ns)
+        ranked = [(Candidate(s.prefix + s.result.placer, s.result.plan), s.graph) for s in best]
+        return Choice(tuple(ranked), None, notes)
+    trials = _trials(searches, arguments)
+    found = [candidate for candidate, _ in trials]
+    confirmation = confirm_trials(
+        found,
+        [trial for _, trial in trials],
+        measurer,
+        clock.confirm_seconds(),
+        lambda name: tell(f"measuring {name}"),
+    )
+    graph_of = {id(candidate): trial.graph for candidate, trial in trials}
+    _ = confirmation.best  # raises if nothing ran
+    ranked = [(row.candidate, graph_of[id(row.candidate)]) for row in confirmation.ranked]
+    return Choice(tuple(ranked), confirmation, notes)
+
+
+def _trials(searches: Sequence[Searched], arguments: tuple[Any, Any, Any, Any]) -> list[_Pair]:
+    """What to run: the best single device, every search's best by prediction, then the others."""
+    singles: list[_Pair] = []
+    bests: list[_Pair] = []
+    others: list[_Pair] = []
+    for number, one in enumerate(searches):
+        sources = step_sources(one.graph, *arguments)
+        found = candidates(one.result) if number == 0 else candidates(one.result, 0)
+        for candidate in found:
+            named = Candidate(one.prefix + candidate.name, candidate.plan, candidate.is_single)
+            pair = (named, Trial(named.name, named.plan, one.graph, sources))
+            if candidate.is_single:
+                if number == 0 or not singles:
+                    singles.append(pair)
+            elif candidate.name == one.result.placer:
+                bests.append(pair)
+            else:
+                others.append(pair)
+    bests.sort(key=lambda pair: pair[0].plan.predicted.step_ns)
+    others.sort(key=lambda pair: pair[0].plan.predicted.step_ns)
+    return [*singles[:1], *bests, *singles[1:], *others]

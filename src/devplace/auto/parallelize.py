@@ -1,0 +1,282 @@
+"""From a model to the fastest placed step that was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from devplace.auto.candidates import Candidate
+from devplace.auto.child import is_out_of_memory
+from devplace.auto.choose import Choice, choose, search
+from devplace.auto.clock import Clock
+from devplace.auto.here import MachineLike, capture_device, excluded, find_machine, require_here
+from devplace.auto.measure import Measurer
+from devplace.auto.parallel_step import ParallelStep
+from devplace.auto.timing import median_ns, time_steps
+from devplace.errors import CaptureError, ExecutionError, InputError
+from devplace.graph import OpGraph
+from devplace.graph.capture import capture
+from devplace.graph.capture.batch import as_call
+from devplace.graph.capture.refuse import unwrap
+from devplace.placers import Placer
+from devplace.run.compile import Step, compile_step
+from devplace.run.planned import check_plan
+
+MICRO_BATCHES = (1, 2, 4, 8)
+CAPTURE_SHARE = 0.35
+"""Part of the budget after which no further number of micro-batches is captured."""
+SETTLE_SECONDS = 0.5
+
+
+def parallelize(
+    model: torch.nn.Module,
+    example_inputs: Any = (),
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    machine: MachineLike = "detect",
+    budget: str = "60s",
+    limits: Mapping[str, int | str] | None = None,
+    pins: Mapping[str, str] | None = None,
+    exclude: Sequence[str] = (),
+    uses_cpu: bool = False,
+    micro_batches: int | str = 1,
+    seed: int = 0,
+    placer: Placer | None = None,
+    confirm: bool = True,
+    verify: bool = False,
+    example_kwargs: Mapping[str, Any] | None = None,
+    clip_grad_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ParallelStep:
+    """Plan a step for the devices of this computer, confirm by running, and make it callable.
+
+    The step is captured, priced and searched; the best few plans, the best single device and the
+    even split are then run in a process of their own, and the fastest measured is taken. So the
+    result is never slower than the best single device that fits, as measured. Model and optimizer
+    are not changed by this, and by training only with `sync`.
+
+    Args:
+        model: The model, on the CPU or a GPU, in the mode (train or eval) it shall run in.
+        example_inputs: A tensor, a tuple of positional inputs, or a dict of keyword inputs. Shapes
+            and dtypes are fixed; integers among them are used to measure.
+        loss_fn: As for `capture`; None with an optimizer: the model returns the loss. None without
+            one: inference, the step returns the model's output.
+        optimizer: torch.optim SGD, Adam or AdamW over parameters of the model.
+        machine: `detect`, a preset's name, a machine file, a machine, or a number of logical CPU
+            devices; its devices must be those of this computer.
+        budget: Time for everything, capture and confirmation included, as `60s` or `2min`. With a
+            number of evaluations, as `500ev`, the search is reproducible; measuring takes its time
+            (`500ev,60s` bounds both).
+        limits: Device name -> most bytes a step may use there (integer or text such as `20GiB`).
+        pins: Pattern -> device name, see `Problem`.
+        exclude: Names of devices that must not be used.
+        uses_cpu: Whether ops may go to CPUs beside GPUs. Without GPUs CPUs are used anyway.
+        micro_batches: Chunks of the batch; `auto` tries 1, 2, 4 and 8 on two or more devices.
+        seed: Of the search and of all random ops.
+        placer: Who searches; `placers.Search()` by default.
+        confirm: Whether plans are measured; if not, the best predicted is taken.
+        verify: Whether two steps are first compared with the unplaced ones.
+        example_kwargs, clip_grad_norm, autocast: As for `capture`.
+        progress: Called with what is being done.
+
+    Returns:
+        A step: `loss = step(*batch)`; `step.sync()` writes back; `print(step)` says why this plan.
+
+    Raises:
+        InputError: A bad argument, a model on the meta device, or devices that are not here.
+        CaptureError: The step cannot be one graph; says where and what to do.
+        InfeasibleError: Nothing within the memory limits was found.
+        ExecutionError: No plan could be run; says what happened to each.
+        VerificationError: With `verify`, the placed step gave other numbers.
+    """
+    clock = Clock.parse(budget)
+    tell = progress or (lambda text: None)
+    _check_model(model)
+    found = find_machine(machine)
+    left_out = excluded(found, exclude, uses_cpu)
+    require_here(found, left_out)
+    job = _Job(
+        model,
+        optimizer,
+        example_inputs,
+        example_kwargs,
+        lambda count: capture(
+            model,
+            example_inputs,
+            loss_fn,
+            optimizer,
+            count,
+            example_kwargs=example_kwargs,
+            clip_grad_norm=clip_grad_norm,
+            autocast=autocast,
+            device=capture_device(found, left_out),
+        ),
+        tell,
+    )
+    demands = {"limits": dict(limits or {}), "pins": dict(pins or {}), "exclude": left_out}
+    num_devices = len(set(found.device_names) - set(left_out))
+    counts = _counts(micro_batches, model, num_devices, job)
+    with Measurer(seed=seed) as measurer:
+        if confirm:
+            measurer.start()
+        graphs = job.capture_all(counts, clock)
+        searches = search(graphs, found, demands, placer, clock, seed, confirm, tell)
+        choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
+    return job.finish(choice, seed, verify)
+
+
+@dataclass
+class _Job:
+    """A model on its way to a step.
+
+    Attributes:
+        capture: Number of micro-batches -> captured step.
+        notes: For the report.
+    """
+
+    model: Any
+    optimizer: Any
+    inputs: Any
+    kwargs: Mapping[str, Any] | None
+    capture: Callable[[int], OpGraph]
+    tell: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> tuple[Any, Any, Any, Any]:
+        """What `step_sources` needs beside a graph."""
+        return self.model, self.optimizer, self.inputs, self.kwargs
+
+    def capture_all(self, counts: Sequence[int], clock: Clock) -> list[OpGraph]:
+        """The step with each number of micro-batches, as long as there is time."""
+        graphs: list[OpGraph] = []
+        for count in counts:
+            if graphs and clock.spent > CAPTURE_SHARE:
+                self.notes.append(f"{count} and more micro-batches not tried: no time to capture")
+                break
+            chunks = f" with {count} micro-batches" if count > 1 else ""
+            self.tell(f"capturing the step{chunks}")
+            try:
+                graphs.append(self.capture(count))
+            except CaptureError as error:
+                if not graphs:
+                    raise
+                self.notes.append(f"{count} and more micro-batches not tried: {error}")
+                break
+        return graphs
+
+    def finish(self, choice: Choice, seed: int, verify: bool) -> ParallelStep:
+        """The step of the first candidate that runs in this process."""
+        failures = []
+        for candidate, graph in choice.ranked:
+            if verify:
+                self.tell("comparing with the unplaced step")
+                self._verify(candidate, graph, seed)
+            self.tell(f"compiling {candidate.name}")
+            try:
+                step, measured_ns = self._compiled(candidate, graph, seed)
+            except (ExecutionError, RuntimeError, MemoryError) as error:
+                if not isinstance(error, ExecutionError) and not is_out_of_memory(error):
+                    raise
+                failures.append(f"{candidate.name} did not run in this process: {error}")
+                _free()
+                continue
+            notes = (*choice.notes, *self.notes, *failures)
+            return ParallelStep(
+                step, candidate.plan, graph, choice.confirmation, measured_ns, notes
+            )
+        raise ExecutionError("No plan could be run here. " + " ".join(failures))
+
+    def _verify(self, candidate: Candidate, graph: OpGraph, seed: int) -> None:
+        check_plan(
+            candidate.plan,
+            graph,
+            self.model,
+            self.optimizer,
+            self.inputs,
+            kwargs=self.kwargs,
+            steps=2,
+            seed=seed,
+        )
+
+    def _compiled(self, candidate: Candidate, graph: OpGraph, seed: int) -> tuple[Step, int | None]:
+        plan = candidate.plan
+        step = compile_step(
+            self.model,
+            self.optimizer,
+            graph,
+            plan.placement,
+            plan.order,
+            plan.device_names,
+            seed,
+            waits=False,
+        )
+        try:
+            return step, self._settle(step)
+        except BaseException:
+            with contextlib.suppress(RuntimeError, ExecutionError):
+                step.close()
+            raise
+
+    def _settle(self, step: Step) -> int | None:
+        """Run the step some times as it will be used, and undo what that changed in it."""
+        args, kwargs = as_call(self.inputs, self.kwargs)
+        if any(_is_meta(leaf) for leaf in (*args, *kwargs.values())):
+            return None
+        wait = getattr(step.executor, "synchronize", lambda: None)
+        rounds = time_steps(lambda: step(*args, **kwargs), wait, SETTLE_SECONDS)
+        step.load()
+        return median_ns(rounds)
+
+
+def _is_meta(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(
+            f"parallelize needs a torch.nn.Module, got {type(model).__name__}. To run a plan file, "
+            "use dp.compile."
+        )
+    module = unwrap(model)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    name = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if name is not None:
+        raise InputError(
+            f"To run, the model needs values: {name!r} is on the meta device. Load weights (for "
+            "example model.to_empty(device='cpu') and load_state_dict) first, or only plan with "
+            "dp.place."
+        )
+
+
+def _counts(wanted: int | str, model: Any, num_devices: int, job: _Job) -> tuple[int, ...]:
+    """Numbers of micro-batches to try."""
+    if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1:
+        return (wanted,)
+    if wanted != "auto":
+        raise InputError(f"micro_batches must be a positive number or 'auto', got {wanted!r}.")
+    if num_devices < 2:
+        return (1,)
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+    if any(isinstance(part, batch_norm) and part.training for part in model.modules()):
+        job.notes.append(
+            "only one micro-batch tried: batch norm takes its statistics over a whole batch"
+        )
+        return (1,)
+    return MICRO_BATCHES

@@ -1,0 +1,140 @@
+"""How long a placed step takes: whole steps one after another, after warming up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from devplace.auto.sources import Source
+from devplace.graph import OpGraph
+from devplace.run.executors import Executor, make_executor, runs_on_cuda
+from devplace.run.schedule import Schedule, make_schedule
+from devplace.units import NS_PER_S
+
+ROUNDS = 7
+SHORTEST_ROUND_NS = 20_000_000  # shorter ones measure the wait for their end
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What running a step some times gave.
+
+    Attributes:
+        step_ns: Median over rounds of the time per step.
+        round_ns: Time per step of each round.
+        peak_bytes: Device name -> most memory this process held there, while the step ran; GPUs
+            only.
+        mode: `graph` or `eager` on GPUs, `threads` on logical CPU devices.
+        reason: Why it is `eager`.
+    """
+
+    step_ns: int
+    round_ns: tuple[int, ...]
+    peak_bytes: dict[str, int]
+    mode: str
+    reason: str = ""
+
+
+def time_plan(
+    graph: OpGraph,
+    placement: Sequence[int],
+    order: Sequence[Sequence[int]],
+    device_names: Sequence[str],
+    sources: Mapping[int, Source],
+    seconds: float = 1.0,
+    seed: int = 0,
+) -> Timing:
+    """Run a placed step on made-up values and time it; steps are not waited for one by one.
+
+    Args:
+        graph: The captured step.
+        placement: Device index per op, shape `[V]`.
+        order: Per device the ops it runs, in order.
+        device_names: Names of the devices.
+        sources: What the step starts from.
+        seconds: How long to time it, about, s.
+        seed: Of the random ops.
+
+    Raises:
+        ExecutionError: The step failed.
+        OutOfMemoryError: (of torch) A device was too small.
+    """
+    schedule = make_schedule(graph, placement, order, device_names)
+    executor = make_executor(schedule, seed, waits=False)
+    try:
+        fill(executor, sources)
+        names = gpu_names(schedule)
+        for name in names:
+            torch.cuda.reset_peak_memory_stats(name)
+        rounds = time_executor(executor, seconds)
+        peaks = {name: int(torch.cuda.max_memory_reserved(name)) for name in names}
+    finally:
+        executor.close()
+    mode = getattr(executor, "mode", "threads")
+    reason = getattr(executor, "reason", "")
+    return Timing(median_ns(rounds), rounds, peaks, mode, reason)
+
+
+def fill(executor: Executor, sources: Mapping[int, Source]) -> None:
+    """Put a value into every source op."""
+    names = gpu_names(executor.schedule)
+    device = names[0] if names else "cpu"
+    for op, source in sources.items():
+        if op in executor.schedule.holders:
+            executor.put(op, source.make(device))
+
+
+def gpu_names(schedule: Schedule) -> list[str]:
+    """CUDA devices that run something; none if the step runs on logical CPU devices."""
+    if not runs_on_cuda(schedule):
+        return []
+    named = zip(schedule.device_names, schedule.instructions, strict=True)
+    return [name for name, some in named if some and name.startswith("cuda")]
+
+
+def time_executor(executor: Executor, seconds: float) -> tuple[int, ...]:
+    """Time per step over rounds of steps, ns; sources must have been put."""
+    number = 0
+
+    def run() -> None:
+        nonlocal number
+        number += 1
+        executor.step(number)
+
+    return time_steps(run, getattr(executor, "synchronize", lambda: None), seconds)
+
+
+def time_steps(run: Callable[[], Any], wait: Callable[[], Any], seconds: float) -> tuple[int, ...]:
+    """Time per step of each round, ns.
+
+    Args:
+        run: Starts a step.
+        wait: Waits for all steps started.
+        seconds: How long to time, about, s; at least two steps are timed, after one.
+    """
+    run()  # makes CUDA graphs, loads kernels
+    wait()
+    once_ns = max(1, _round_ns(run, wait, 1))
+    affordable = int(seconds * NS_PER_S) // once_ns
+    if affordable < ROUNDS:
+        return (once_ns, *(_round_ns(run, wait, 1) for _ in range(max(1, affordable - 1))))
+    steps = max(1, min(affordable // ROUNDS, -(-SHORTEST_ROUND_NS // once_ns)))
+    return tuple(_round_ns(run, wait, steps) for _ in range(ROUNDS))
+
+
+def median_ns(rounds: Sequence[int]) -> int:
+    """The median, a whole number."""
+    return round(statistics.median(rounds))
+
+
+def _round_ns(run: Callable[[], Any], wait: Callable[[], Any], steps: int) -> int:
+    begin = time.perf_counter_ns()
+    for _ in range(steps):
+        run()
+    wait()
+    return (time.perf_counter_ns() - begin) // steps

@@ -1,0 +1,248 @@
+"""From a model to a step for a training loop, on logical CPU devices."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import devplace as dp
+from devplace.auto import choose as choose_module
+from devplace.auto import parallelize as module
+from devplace.auto.clock import Clock
+from devplace.auto.measure import Measurer
+from devplace.errors import ExecutionError, InfeasibleError, InputError, MachineError
+from tests.auto.steps import hostile, tagger
+
+QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,30s"}
+
+
+def adam(model: Any) -> Any:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def test_a_training_loop_trains_as_eager_torch_does() -> None:
+    """Losses, weights and optimizer state after sync are those of the plain loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    twin = copy.deepcopy(model)
+    optimizer, other = adam(model), adam(twin)
+    batches = [(torch.randn(6, 4).double(), torch.randint(0, 3, (6,))) for _ in range(4)]
+    step = dp.parallelize(model, batches[0], nn.functional.cross_entropy, optimizer, **QUICK)
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+    assert step.steps_done == 0
+    for x, y in batches:
+        other.zero_grad()
+        expected = nn.functional.cross_entropy(twin(x), y)
+        expected.backward()
+        other.step()
+        assert float(step(x, y)) == pytest.approx(float(expected.detach()), abs=1e-9)
+    step.sync()
+    step.close()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-9)
+        assert torch.allclose(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"], atol=1e-9)
+    assert int(optimizer.state[next(model.parameters())]["step"]) == 4
+
+
+def test_training_resumes_from_an_ordinary_checkpoint() -> None:
+    """After loading state dicts, `load` goes on exactly where the checkpoint was made."""
+    model, batch, loss = tagger()
+    optimizer = adam(model)
+    with dp.parallelize(model, batch, loss, optimizer, **QUICK) as step:
+        for _ in range(3):
+            step(*batch)
+        step.sync()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        expected = [float(step(*batch)) for _ in range(3)]
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        step.load()
+        assert step.steps_done == 3
+        assert [float(step(*batch)) for _ in range(3)] == expected
+
+
+def test_the_fastest_measured_plan_is_chosen_and_shown() -> None:
+    """Every row has both numbers, and no row is faster than the chosen plan."""
+    model, batch, loss = tagger()
+    with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
+        found = step.confirmation
+        text = str(step)
+    assert found is not None
+    assert found.rows[0].candidate.is_single
+    measured = [row.measured_ns for row in found.rows]
+    assert all(ns is not None for ns in measured)
+    assert found.best.measured_ns == min(ns for ns in measured if ns is not None)
+    assert step.plan == found.best.plan
+    assert found.verdict() in text
+    assert all(row.name in text for row in found.rows)
+    assert step.measured_ns is not None
+
+
+def test_inference_gives_the_models_output() -> None:
+    """Without loss and optimizer the step returns what the model returns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    x = torch.randn(5, 4)
+    with dp.parallelize(model, x, **QUICK) as infer:
+        assert torch.allclose(infer(x), model(x))
+
+
+def test_micro_batches_are_tried_as_graphs_of_their_own() -> None:
+    """`auto` measures several numbers of chunks; the loss is that of the whole batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    batch = (torch.randn(6, 4).double(), torch.randint(0, 3, (6,)))
+    expected = float(nn.functional.cross_entropy(model(batch[0]), batch[1]).detach())
+    options = {**QUICK, "budget": "20ev,600s", "micro_batches": "auto"}
+    with dp.parallelize(model, batch, nn.functional.cross_entropy, adam(model), **options) as step:
+        assert step.confirmation is not None
+        names = [row.name for row in step.confirmation.rows]
+        assert any(name.startswith("2 micro-batches") for name in names)
+        assert any(name.startswith("4 micro-batches") for name in names)
+        assert any("8 and more micro-batches not tried" in note for note in step.notes)
+        assert float(step(*batch)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_batch_norm_keeps_its_batch() -> None:
+    """Chunks would change the statistics, so `auto` leaves the batch whole and says so."""
+    model, batch, loss = tagger()
+    options = {**QUICK, "micro_batches": "auto"}
+    with dp.parallelize(model, batch, loss, adam(model), **options) as step:
+        assert step.micro_batches == 1
+        assert "batch norm" in str(step)
+
+
+def test_one_device_needs_no_search() -> None:
+    """On one logical device there is one plan, measured like any other."""
+    model = nn.Linear(4, 3)
+    with dp.parallelize(model, torch.randn(2, 4), machine=1, budget="20s") as step:
+        assert step.devices == ("cpu:0",)
+        assert "no other plan" in str(step)
+
+
+def test_without_confirming_nothing_is_claimed() -> None:
+    """The best predicted plan is taken, and the report says that it was not compared."""
+    model, batch, loss = tagger()
+    with dp.parallelize(model, batch, loss, adam(model), confirm=False, **QUICK) as step:
+        assert step.confirmation is None
+        assert "not compared with other plans" in str(step)
+        step(*batch)
+
+
+def test_verify_compares_with_the_unplaced_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` runs the check of the chosen plan before it is returned."""
+    checked = []
+    real = module.check_plan
+    monkeypatch.setattr(
+        module, "check_plan", lambda *args, **kwargs: checked.append(real(*args, **kwargs))
+    )
+    model, batch, loss = tagger()
+    dp.parallelize(model, batch, loss, adam(model), verify=True, **QUICK).close()
+    assert [report.is_bit_equal for report in checked] == [True]
+
+
+def test_a_plan_that_kills_its_process_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are measured and one of them is used; the table names what happened."""
+    command = hostile(["kill", *["ok"] * 30], tmp_path)
+    monkeypatch.setattr(module, "Measurer", lambda **options: Measurer(command=command, **options))
+    model, batch, loss = tagger()
+    with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
+        found = step.confirmation
+        assert found is not None
+        assert found.rows[0].measurement.kind == "killed"
+        assert step.plan != found.rows[0].plan
+        assert "killed by SIGKILL" in str(step)
+        step(*batch)
+    dp.parallelize(model, batch, loss, adam(model), **QUICK).close()
+
+
+def test_when_no_plan_runs_every_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing measured is an error that names what happened to each plan."""
+    command = hostile(["exit"] * 10, tmp_path)
+    monkeypatch.setattr(module, "Measurer", lambda **options: Measurer(command=command, **options))
+    model = nn.Linear(4, 3)
+    with pytest.raises(ExecutionError, match=r"None of 1 plans .*cpu:0 alone: .*code 7"):
+        dp.parallelize(model, torch.randn(2, 4), machine=1, budget="20s")
+
+
+def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that ran in its own process may not fit beside the model; then the next one does."""
+    real, calls = module.compile_step, []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "compile_step", failing)
+    model, batch, loss = tagger()
+    with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
+        assert step.confirmation is not None
+        assert step.plan == step.confirmation.ranked[1].plan
+        assert "did not run in this process: CUDA out of memory" in str(step)
+
+
+def test_limits_and_pins_are_kept() -> None:
+    """A pinned module runs where it was pinned in every plan that is tried."""
+    model, batch, loss = tagger()
+    options = {**QUICK, "pins": {"embed": "cpu:1"}}
+    with dp.parallelize(model, batch, loss, adam(model), **options) as step:
+        assert step.confirmation is not None
+        for row in step.confirmation.rows:
+            index = step.graph.op_index["embedding"]
+            assert row.plan.device_names[row.plan.placement[index]] == "cpu:1"
+    with pytest.raises(InfeasibleError, match="No placement can fit"):
+        dp.parallelize(
+            model, batch, loss, adam(model), limits={"cpu:0": "1KiB", "cpu:1": "1KiB"}, **QUICK
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"micro_batches": 0}, InputError, "positive number or 'auto'"),
+        ({"micro_batches": "two"}, InputError, "'two'"),
+        ({"machine": 0}, MachineError, "cpu_devices"),
+        ({"machine": "h100x99999"}, MachineError, "99999"),
+        ({"machine": 1.5}, MachineError, "1.5"),
+        ({"budget": "soon"}, InputError, "soon"),
+        ({"exclude": "cpu:0"}, InputError, "list of device names"),
+        ({"machine": "k40x2"}, InputError, "Only devices of this computer"),
+    ],
+)
+def test_bad_arguments_are_named(options: Any, error: Any, words: str) -> None:
+    """Each is refused before anything is captured."""
+    with pytest.raises(error, match=words):
+        dp.parallelize(nn.Linear(4, 3), torch.randn(2, 4), **{**QUICK, **options})
+
+
+def test_models_that_cannot_run_are_refused() -> None:
+    """A function is no module, and a model on the meta device has no values."""
+    with pytest.raises(InputError, match=r"needs a torch.nn.Module, got function"):
+        dp.parallelize(lambda x: x, torch.randn(2, 4), **QUICK)
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match="'weight' is on the meta device"):
+        dp.parallelize(model, torch.randn(2, 4), **QUICK)
+
+
+def test_the_budget_covers_everything() -> None:
+    """Search and measuring share what capture leaves; a best single device can always be run."""
+    clock = Clock(10.0, None, started=0.0)
+    assert clock.spent > 1
+    assert clock.confirm_seconds() == 15.0
+    assert clock.search_budget(2, True).seconds == 0.5
+    assert Clock.parse("500ev").search_budget(3, True).evaluations == 500
+    assert choose_module.Choice((), None).notes == ()
