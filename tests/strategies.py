@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -62,7 +64,7 @@ def random_machine(rng: np.random.Generator, num_devices: int) -> Machine:
     devices = tuple(
         Device(
             name=f"gpu:{d}",
-            kind="gpu",
+            kind=str(rng.choice(["gpu", "cpu"])),
             memory_bytes=int(rng.integers(1000, 100000)),
             flops_per_s={"float32": 1},
             bytes_per_s=1,
@@ -98,7 +100,12 @@ def random_problem(seed: int, num_ops: int = 30, num_devices: int = 3) -> Proble
     for index, op in enumerate(graph.ops):
         if op.is_source or op.is_view:
             compute[index] = 0
-    return Problem(graph, machine, CostTable(compute.astype(np.int64), "random"))
+    costs = CostTable(compute.astype(np.int64), "random")
+    if rng.random() < 0.3:
+        workspaces = rng.integers(0, 500, len(graph.ops))
+        held = rng.integers(0, 300, num_devices)
+        costs = replace(costs, workspace_bytes=workspaces, held_bytes=held)
+    return Problem(graph, machine, costs)
 
 
 def random_placement(problem: Problem, rng: np.random.Generator) -> Placement:

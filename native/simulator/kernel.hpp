@@ -16,12 +16,13 @@ using u8 = std::uint8_t;
 // Read-only arrays; names and shapes as in problem/core.py.
 struct Core {
   i32 num_tasks = 0, num_devices = 0, num_channels = 0, num_pools = 0, num_consts = 0;
-  std::vector<u8> is_source, storage_held;
+  std::vector<u8> is_source, storage_held, keeps_received;
   std::vector<i64> workspace_bytes, carrier_bytes, storage_bytes, const_bytes;
   std::vector<i32> out_ptr, carrier_storage, cons_ptr, cons, in_ptr, in_carrier, storage_ptr;
   std::vector<i32> const_ptr, const_user, carrier_task;
   std::vector<i32> in_task, in_storage;  // of in_carrier, so that a release reads in sequence
   std::vector<i64> duration_ns, transfer_ns, latency_ns, send_ns, receive_ns;
+  std::vector<i64> held_bytes;
   std::vector<i32> link_class, channel_ptr, channel, streams, pool;
   bool one_stream = true;
 
@@ -156,6 +157,7 @@ class Simulator {
         arrive<track_memory>(a);
       }
     }
+    if constexpr (track_memory) add_kept<trace>(out);
   }
 
  private:
@@ -190,6 +192,7 @@ class Simulator {
       references_.resize(core_.storage_bytes.size());
       copies_.resize(core_.carrier_bytes.size() * static_cast<std::size_t>(D));
       place_consts();
+      hold_bytes();
     }
     if constexpr (trace) {
       out.start.assign(N, 0);
@@ -214,6 +217,22 @@ class Simulator {
       }
     }
     std::fill(stamp_.begin(), stamp_.end(), -1);
+  }
+
+  // What is held from the first instant to the last is added to the peaks at the end.
+  void hold_bytes() {
+    kept_.assign(core_.num_devices, 0);
+    for (i32 v = 0; v < core_.num_tasks; ++v) kept_[device_[v]] = core_.held_bytes[device_[v]];
+  }
+
+  template <bool trace>
+  void add_kept(Outcome& out) {
+    for (i32 d = 0; d < core_.num_devices; ++d) {
+      out.peak[d] += kept_[d];
+      if (core_.num_pools && core_.pool[d] >= 0) out.pool_peak[core_.pool[d]] += kept_[d];
+    }
+    if constexpr (trace)
+      for (MemoryStep& step : out.memory) step.bytes += kept_[step.device];
   }
 
   template <bool track_memory, bool trace>
@@ -349,7 +368,7 @@ class Simulator {
     const i64 arrival = end + core_.latency_ns[pair];
     debt_[d] += core_.send_ns[pair];
     out.transfer_bytes += core_.carrier_bytes[x];
-    if constexpr (track_memory) memory_[e] += core_.carrier_bytes[x];
+    if constexpr (track_memory) (core_.keeps_received[e] ? kept_ : memory_)[e] += core_.carrier_bytes[x];
     if constexpr (trace) out.transfers.push_back({x, d, e, now_, begin, arrival});
     arrivals_.push({arrival, x, e});
   }
@@ -368,6 +387,7 @@ class Simulator {
   }
 
   void release_copy(i32 x, i32 d) {
+    if (core_.keeps_received[d]) return;
     if (--copies_[copy_index(x, d)] == 0) memory_[d] -= core_.carrier_bytes[x];
   }
 
@@ -397,7 +417,7 @@ class Simulator {
   Heap<Arrival, ArrivalFirst> arrivals_;
   Heap<Running, RunningFirst> running_;
   std::vector<ReadyTask> finished_;
-  std::vector<i64> channel_free_, slot_finish_, debt_, memory_, shown_, pool_used_;
+  std::vector<i64> channel_free_, slot_finish_, debt_, memory_, kept_, shown_, pool_used_;
   std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;
   std::vector<i32> sent_to_, readers_there_;
 };

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
 
-from devplace.cost import CostTable
 from devplace.graph import OpGraph
 from devplace.machine import Link
 from devplace.problem import Problem
@@ -28,7 +27,9 @@ def without_ties(problem: Problem) -> Problem:
     return Problem(
         problem.graph,
         replace(problem.machine, links=links),
-        CostTable(problem.costs.compute_ns + works[:, None].astype(np.int64), "positive"),
+        replace(
+            problem.costs, compute_ns=problem.costs.compute_ns + works[:, None].astype(np.int64)
+        ),
     )
 
 
@@ -63,7 +64,9 @@ def lives(timeline: Timeline) -> Lives:
     for index, op in enumerate(graph.ops):
         if not op.is_view and index not in read_only:
             until |= {tensor: float(finish[index]) for tensor in op.outputs}
-            found.append((int(device[index]), start[index], finish[index], op.workspace_bytes))
+            measured = timeline.problem.costs.workspace_bytes
+            size = op.workspace_bytes if measured is None else int(measured[index])
+            found.append((int(device[index]), start[index], finish[index], size))
     copy_until: dict[tuple[int, int], float] = defaultdict(float)
     copied: set[tuple[int, int]] = set()
     for index, op in enumerate(graph.ops):
@@ -83,7 +86,10 @@ def lives(timeline: Timeline) -> Lives:
         base = root(graph, move.tensor)
         until[base] = max(until[base], move.arrival_ns)
         size = graph.tensors[move.tensor].num_bytes
-        found.append((move.dst, move.request_ns, copy_until[move.tensor, move.dst], size))
+        if timeline.problem.machine.devices[move.dst].kind == "gpu":  # fixed receive buffers
+            found.append((move.dst, 0, math.inf, size))
+        else:
+            found.append((move.dst, move.request_ns, copy_until[move.tensor, move.dst], size))
     for result in graph.results:
         if root(graph, result.tensor) in until:
             until[root(graph, result.tensor)] = math.inf
@@ -91,6 +97,10 @@ def lives(timeline: Timeline) -> Lives:
         maker = graph.producer[tensor]
         size = graph.tensors[tensor].num_bytes
         found.append((int(device[maker]), start[maker], end, size))
+    held = timeline.problem.costs.held_bytes
+    if held is not None:
+        own = [i for i, op in enumerate(graph.ops) if not op.is_view and i not in read_only]
+        found += [(where, 0, math.inf, int(held[where])) for where in set(device[own].tolist())]
     for source, where in copied:
         size = sum(graph.tensors[t].num_bytes for t in graph.ops[source].outputs)
         found.append((where, 0, math.inf, size))

@@ -121,6 +121,10 @@ class Wires:
         num_channels: Number of channels.
         streams: Ops a device runs at once. `[D]`
         limit_bytes: Memory a device may use. `[D]`
+        keeps_received: Whether receive buffers are held for the whole step there (GPUs: their
+            addresses are fixed). uint8 `[D]`
+        held_bytes: Held for the whole step where any task runs, such as libraries' work
+            buffers. `[D]`
         pool: Memory pool of each device, -1 for none. `[D]`
         pool_limit_bytes: `[P]`
     """
@@ -136,6 +140,8 @@ class Wires:
     num_channels: int
     streams: I32
     limit_bytes: I64
+    keeps_received: NDArray[np.uint8]
+    held_bytes: I64
     pool: I32
     pool_limit_bytes: I64
 
@@ -239,8 +245,15 @@ class _Layout:
         return held
 
 
-def build_tasks(graph: OpGraph) -> Tasks:
-    """Fold views and read-only sources away and lay the rest out as arrays."""
+def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
+    """Fold views and read-only sources away and lay the rest out as arrays.
+
+    Args:
+        graph: What is computed.
+        workspace_bytes: Measured workspace of each op; by default those the graph tells. `[V]`
+    """
+    if workspace_bytes is None:
+        workspace_bytes = np.array([op.workspace_bytes for op in graph.ops], np.int64)
     fold = _Folding(graph)
     layout = _Layout(graph, fold)
     owners = [fold.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
@@ -256,7 +269,7 @@ def build_tasks(graph: OpGraph) -> Tasks:
         op_const=np.array([layout.const_of.get(o, -1) for o in owners], np.int32),
         is_source=np.array([graph.ops[i].is_source for i in layout.task_ops], np.uint8),
         group=_groups(graph, fold, layout.task_of),
-        workspace_bytes=np.array([graph.ops[i].workspace_bytes for i in layout.task_ops], np.int64),
+        workspace_bytes=workspace_bytes[np.array(layout.task_ops, np.int64)],
         out_ptr=pointers(layout.made)[0],
         carrier_tensor=np.array(layout.carriers, np.int32),
         carrier_bytes=size[np.array(layout.carriers, np.int64)],
@@ -347,6 +360,8 @@ def build_wires(
         num_channels=len(channels),
         streams=np.array([device.streams for device in machine.devices], np.int32),
         limit_bytes=np.array(limit_bytes, np.int64),
+        keeps_received=np.array([device.kind == "gpu" for device in machine.devices], np.uint8),
+        held_bytes=np.zeros(count, np.int64) if costs.held_bytes is None else costs.held_bytes,
         pool=np.array([pools.get(device.pool, -1) for device in machine.devices], np.int32),
         pool_limit_bytes=np.array(
             [max(0, pool.memory_bytes - reserve[pool.name]) for pool in machine.pools], np.int64

@@ -19,8 +19,9 @@ CATEGORIES = (
     "temporaries",
     "inputs",
     "receive buffers",
+    "work buffers",
 )
-PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, INPUTS, RECEIVED = range(7)
+PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, INPUTS, RECEIVED, WORK = range(8)
 _ROLE = {
     "parameter": PARAMETERS,
     "buffer": PARAMETERS,
@@ -42,7 +43,8 @@ class MemoryRow:
         parts: Category (`CATEGORIES`) -> bytes; they add up to the simulated peak. Buffers and
             constants count as parameters. Gradients are those of parameters; activations are
             forward values that backward or update reads; all else that the step computes, and
-            workspace, is temporary.
+            workspace, is temporary. GPUs hold all receive buffers, and work buffers (of libraries,
+            outside single ops), for the whole step.
         limit_bytes: Most bytes a step may use there.
     """
 
@@ -113,6 +115,13 @@ class _Lifetimes:
         key = self.edge_carrier * count + self.device[tasks.cons]
         np.maximum.at(last_read, key, self.finish[tasks.cons])
         self.copy_end = last_read[self.copy_carrier * count + self.copy_device]
+        wires = self.timeline.problem.core.wires
+        kept = wires.keeps_received.astype(bool)[self.copy_device]
+        self.copy_start = np.where(kept, 0, self.copy_start)
+        self.copy_end[kept] = _FOREVER
+        self.held = np.zeros(count, np.int64)
+        used = np.unique(self.device)
+        self.held[used] = wires.held_bytes[used]
 
     def _storages(self) -> None:
         tasks = self.tasks
@@ -134,6 +143,7 @@ class _Lifetimes:
         parts[TEMPORARIES] += int(tasks.workspace_bytes[runs].sum())
         here = (self.copy_device == d) & (self.copy_start <= when) & (self.copy_end > when)
         parts[RECEIVED] += int(tasks.carrier_bytes[self.copy_carrier[here]].sum())
+        parts[WORK] = int(self.held[d])
         for const, op in enumerate(tasks.const_op.tolist()):
             users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
             if (self.device[users] == d).any():

@@ -13,8 +13,9 @@ Rules, in the order they apply at each instant `t`:
 
 A transfer waits for all channels of its link, occupies them for bytes / bandwidth and arrives a
 latency later; channels serve in the order of requests. Its receive buffer is taken when it is
-requested and freed when its last reader there has ended; the sender keeps the tensor until it
-has arrived. The transfer's overhead on a compute stream is paid by the next op that starts there.
+requested and freed when its last reader there has ended, except on devices that keep them: there
+all of a step's receive buffers are held from its start to its end. The sender keeps the tensor
+until it has arrived. The transfer's overhead on a compute stream is paid by the next op that starts there.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class _State:
     missing: list[int] = field(default_factory=list)
     references: dict[int, int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)
     events: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     transfers: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
 
@@ -127,6 +129,7 @@ def simulate_core(core: Core, device: NDArray[np.int32], priority: I64) -> CoreT
                 _finish(state, item)
             else:
                 _arrive(state, item, destination)
+    _add_kept(state, peak, pool_peak, history)
     return CoreTimeline(
         start_ns=start,
         finish_ns=finish,
@@ -164,6 +167,8 @@ def _start(core: Core, device: NDArray[np.int32], priority: I64) -> _State:
     state.ready = [[] for _ in range(count)]
     state.running, state.debt, state.memory = [0] * count, [0] * count, [0] * count
     state.shown = [-1] * count
+    used = set(state.device)
+    state.kept = [int(core.wires.held_bytes[d]) if d in used else 0 for d in range(count)]
     state.channel_free = [0] * core.wires.num_channels
     state.missing = [_num_inputs(core, task) for task in range(len(device))]
     tasks = core.tasks
@@ -236,7 +241,10 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
         state.channel_free[c] = end
     arrival = end + int(wires.latency_ns[d, e])
     state.debt[d] += int(wires.send_ns[d, e])
-    state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
+    if wires.keeps_received[e]:
+        state.kept[e] += int(state.core.tasks.carrier_bytes[carrier])
+    else:
+        state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
     state.copies[carrier, e] = 0
     state.transfers.append((carrier, d, e, state.now, begin, arrival))
     heapq.heappush(state.events, (arrival, 1, 0, carrier, e))
@@ -267,7 +275,7 @@ def _release(state: _State, carrier: int, d: int) -> None:
             state.memory[d] -= int(tasks.storage_bytes[storage])
         return
     state.copies[carrier, d] -= 1
-    if state.copies[carrier, d] == 0:
+    if state.copies[carrier, d] == 0 and not state.core.wires.keeps_received[d]:
         state.memory[d] -= int(tasks.carrier_bytes[carrier])
 
 
@@ -284,3 +292,14 @@ def _look_at_memory(
             pools[state.core.wires.pool[d]] += used
     for p, used in enumerate(pools):
         pool_peak[p] = max(int(pool_peak[p]), used)
+
+
+def _add_kept(
+    state: _State, peak: I64, pool_peak: I64, history: list[tuple[int, int, int]]
+) -> None:
+    """What is held from the first instant to the last raises every number alike."""
+    for d, kept in enumerate(state.kept):
+        peak[d] += kept
+        if state.core.wires.pool[d] >= 0:
+            pool_peak[state.core.wires.pool[d]] += kept
+    history[:] = [(when, d, used + state.kept[d]) for when, d, used in history]
