@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.utils._pytree as pytree
 
-from devplace.errors import PlanMismatchError
+from devplace.errors import ExecutionError, PlanMismatchError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
 from devplace.run.copies import clone_tensor
@@ -32,6 +32,7 @@ def compile_step(
     copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
     invent_seed: int | None = None,
+    predicted_bytes: Mapping[str, int] | None = None,
 ) -> Step:
     """Make a placed step callable on logical CPU devices, or on CUDA devices if these are named.
 
@@ -51,6 +52,7 @@ def compile_step(
             is used, but after an error the state must be loaded again.
         invent_seed: Seed of made-up values for a model on the meta device, to measure without
             weights; None refuses such a model.
+        predicted_bytes: Device name -> peak that the plan predicted, for messages.
 
     Raises:
         PlanError: The order is incomplete or can never finish.
@@ -58,7 +60,7 @@ def compile_step(
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    executor = make_executor(schedule, seed, copy, keeps_old_state)
+    executor = make_executor(schedule, seed, copy, keeps_old_state, predicted_bytes)
     return Step(model, optimizer, graph, executor, invent_seed)
 
 
@@ -82,6 +84,7 @@ class Step:
         self.executor = executor
         self.is_timed = False
         self.timeline: MeasuredTimeline | None = None
+        self._lost_by = ""
         self._optimizer = optimizer
         self._graph = graph
         self._state = ModelState(graph, model, optimizer, invent_seed)
@@ -103,6 +106,7 @@ class Step:
         self._steps_since_capture = self._state.steps_since_capture()
         for op, value in values.items():
             self.executor.put(op, value)
+        self._lost_by = ""
 
     def sync(self) -> None:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
@@ -111,7 +115,9 @@ class Step:
 
         Raises:
             InputError: The model is on the meta device and cannot hold values.
+            ExecutionError: A step failed and took the state with it; nothing is written.
         """
+        self._check_state()
         self._state.write(self.executor.get, self._steps_since_capture)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +133,8 @@ class Step:
         Raises:
             InputError: A tensor of the batch has another shape or dtype than captured.
             PlanMismatchError: The model is in another mode (train or eval) than captured.
-            ExecutionError: An op failed; the state is as before the step.
+            ExecutionError: An op failed. On CPU devices the state is as before the step; on GPUs
+                it is lost, and nothing but `load` is possible.
         """
         outcome = self.run(args, kwargs)
         for index, result in enumerate(self._graph.results):
@@ -137,6 +144,7 @@ class Step:
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         """Run one step and return everything it gave, with the timeline if `is_timed`."""
+        self._check_state()
         self._check_mode()
         number = self._steps_since_capture + 1
         groups = None if self._optimizer is None else self._optimizer.param_groups
@@ -144,7 +152,12 @@ class Step:
         values.update(bind_scalars(self._graph, number, groups))
         for op, value in values.items():
             self.executor.put(op, value)
-        outcome = self.executor.step(self.steps_done + 1, self.is_timed)
+        try:
+            outcome = self.executor.step(self.steps_done + 1, self.is_timed)
+        except ExecutionError as error:
+            if self.executor.has_lost_state:
+                self._lost_by = str(error)
+            raise
         self._steps_since_capture = number
         if outcome.timeline is not None:
             self.timeline = outcome.timeline
@@ -153,6 +166,14 @@ class Step:
     def close(self) -> None:
         """End the device threads. The step cannot be called any more."""
         self.executor.close()
+
+    def _check_state(self) -> None:
+        if self._lost_by:
+            first = self._lost_by.split(". ")[0].rstrip(".")
+            raise ExecutionError(
+                "Parameters and state were lost with a step that failed, so nothing can be run or "
+                f"synced: {first}. Call step.load() to start again from the model's values."
+            )
 
     def _check_mode(self) -> None:
         captured = self._graph.program.training

@@ -121,6 +121,11 @@ class CpuExecutor:
         timeline = make_timeline(num_ops, run.records, times, begin_ns, end_ns)
         return StepOutcome(self._commit(outputs), timeline)
 
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether a failure has cost parameters or state, so that they must be put again."""
+        return bool(self._missing)
+
     def close(self) -> None:
         """End the threads; the executor cannot step any more."""
         self._workers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from devplace.run.copies import clone_tensor
@@ -27,6 +28,11 @@ class Executor(Protocol):
         """Run one step."""
         ...
 
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether a failure has cost parameters or state, so that they must be put again."""
+        ...
+
     def close(self) -> None:
         """Free what is held."""
         ...
@@ -37,6 +43,7 @@ def make_executor(
     seed: int = 0,
     copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
+    predicted_bytes: Mapping[str, int] | None = None,
 ) -> Executor:
     """The executor for the devices that have something to do.
 
@@ -45,6 +52,7 @@ def make_executor(
         seed: Seed of the random ops.
         copy: Makes copies between logical CPU devices.
         keeps_old_state: Of logical CPU devices; GPUs never keep it.
+        predicted_bytes: Device name -> peak that the plan predicted, for messages.
 
     Raises:
         InputError: CUDA devices that are not there, or mixed with CPU devices.
@@ -53,7 +61,7 @@ def make_executor(
         return CpuExecutor(schedule, seed, copy, keeps_old_state)
     from devplace.run.cuda import CudaExecutor
 
-    return CudaExecutor(schedule, seed)
+    return CudaExecutor(schedule, seed, predicted_bytes=predicted_bytes)
 
 
 def runs_on_cuda(schedule: Schedule) -> bool:

@@ -52,7 +52,14 @@ def compile(
     check_graph(plan, found)
     optimizer = optimizer if optimizer is not None else found.program.optimizer
     return compile_step(
-        model, optimizer, found, plan.placement, plan.order, plan.device_names, seed
+        model,
+        optimizer,
+        found,
+        plan.placement,
+        plan.order,
+        plan.device_names,
+        seed,
+        predicted_bytes=plan.predicted.peak_bytes,
     )
 
 

@@ -15,7 +15,8 @@ A transfer waits for all channels of its link, occupies them for bytes / bandwid
 latency later; channels serve in the order of requests. Its receive buffer is taken when it is
 requested and freed when its last reader there has ended, except on devices that keep them: there
 all of a step's receive buffers are held from its start to its end. The sender keeps the tensor
-until it has arrived. The transfer's overhead on a compute stream is paid by the next op that starts there.
+until it has arrived. The transfer's overhead on a compute stream is paid by the next op that
+starts there.
 """
 
 from __future__ import annotations

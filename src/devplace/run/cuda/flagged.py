@@ -167,6 +167,12 @@ class FlagCarrier:
         self._awaited = []
         return True
 
+    def join(self, transfer: int) -> None:
+        """Let the ops' stream wait for a push made before. It waits for nobody, so no harm."""
+        dst = self._mailroom.schedule.transfers[transfer].dst
+        while transfer not in self._joined:
+            self._join_first(dst)
+
     def finish(self) -> None:
         """Let the ops' stream wait for every push."""
         for dst, pending in self._pending.items():

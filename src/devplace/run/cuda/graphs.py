@@ -12,11 +12,13 @@ import torch
 
 from devplace.run.cuda.clock import Clocks, DeviceClock
 from devplace.run.cuda.device import CudaDevice
-from devplace.run.cuda.device_pass import DevicePass
+from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
+from devplace.run.cuda.memory import max_allocated_bytes, pool_memory, reserve_arena
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import Place, joined_before
 from devplace.run.workers import Workers
+from devplace.run.write_back import DeviceWrites
 
 
 @dataclass
@@ -43,6 +45,10 @@ class GraphRunner:
         devices: The GPUs that do something, by index.
         random: Their random ops.
         order: All instructions, of `linear_order`.
+        writes: How each device replaces its sources.
+        strides: Of `StateWrites`.
+        arena_bytes: Device -> memory its step will need at once; asked for in one piece, so that
+            little is lost between pieces.
 
     Raises:
         RuntimeError: The step cannot be captured.
@@ -56,10 +62,17 @@ class GraphRunner:
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
+        writes: tuple[DeviceWrites, ...],
+        strides: dict[int, tuple[int, ...]],
+        arena_bytes: Mapping[int, int],
     ) -> None:
         self._mailroom = mailroom
         self._devices = devices
         self._random = random
+        self._writes = writes
+        self._strides = strides
+        self._arena_bytes = arena_bytes
+        self.step_peak_bytes: dict[int, int] = {}
         self._joins = joined_before(mailroom.schedule, order)
         self._ends = {index: torch.cuda.Event() for index in devices}
         self._plain = self._capture_all({})
@@ -94,6 +107,10 @@ class GraphRunner:
         """Wait for all devices."""
         for device in self._devices.values():
             device.synchronize()
+
+    def pool_bytes(self, index: int) -> tuple[int, int]:
+        """(reserved, in use) by the pool of a device's graph, bytes."""
+        return pool_memory(self._devices[index], self._plain.graphs[index].pool())
 
     def failed_transfer(self) -> int | None:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
@@ -140,6 +157,7 @@ class GraphRunner:
 
     def _capture_all(self, clocks: Mapping[int, DeviceClock]) -> _Captured:
         gc.collect()
+        torch.cuda.empty_cache()  # while a capture is on, nothing cached can be given back
         step = _Captured()
         for index, device in self._devices.items():
             step.graphs[index] = self._capture(device, step, clocks.get(index))
@@ -156,11 +174,14 @@ class GraphRunner:
             # Relaxed: a kernel met for the first time may still be loaded.
             graph.capture_begin(pool, capture_error_mode="relaxed")
             try:
+                if clock is None:
+                    reserve_arena(device, self._arena_bytes.get(device.index, 0))
                 self._record(device, random, step, clock)
             except BaseException:
                 _end_quietly(graph)
                 raise
             graph.capture_end()
+        self.step_peak_bytes[device.index] = max_allocated_bytes(device)
         return graph
 
     def _record(
@@ -169,29 +190,19 @@ class GraphRunner:
         schedule = self._mailroom.schedule
         carrier = FlagCarrier(self._mailroom, device, self._joins, clock)
         one_pass = DevicePass(
-            schedule, device.index, device.torch_device, device.buffers, carrier, random, clock
+            schedule,
+            device.index,
+            device.torch_device,
+            device.buffers,
+            carrier,
+            random,
+            StateWrites(self._writes[device.index], strides=self._strides),
+            clock,
         )
         self._mailroom.flags[device.index].epoch.add_(1)
         for index in range(len(schedule.instructions[device.index])):
             one_pass.run(index)
-        results = one_pass.results()
-        carrier.finish()
-        self._write_back(device, results, step)
-
-    def _write_back(
-        self, device: CudaDevice, results: list[tuple[int, Any]], step: _Captured
-    ) -> None:
-        """New parameters and state into the buffers the next step starts from."""
-        replaced, values = [], []
-        for result, value in results:
-            source = self._mailroom.schedule.graph.results[result].replaces
-            if source < 0:
-                step.kept[result] = (device.index, value)
-            elif device.buffers[source] is not value:
-                replaced.append(device.buffers[source])
-                values.append(value)
-        if replaced:
-            torch._foreach_copy_(replaced, values)
+        step.kept.update((result, (device.index, value)) for result, value in one_pass.finish())
 
 
 def _end_quietly(graph: Any) -> None:
