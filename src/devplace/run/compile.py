@@ -150,9 +150,9 @@ class Step:
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
         values.update(bind_scalars(self._graph, number, groups))
-        for op, value in values.items():
-            self.executor.put(op, value)
         try:
+            for op, value in values.items():
+                self.executor.put(op, value)
             outcome = self.executor.step(self.steps_done + 1, self.is_timed)
         except ExecutionError as error:
             if self.executor.has_lost_state:

@@ -13,6 +13,10 @@ from devplace.run.copies import shrunk_strides
 FLAG_STRIDE = 32  # int32 words: flags lie 128 bytes apart, in cache lines of their own
 
 
+# Libraries keep a work buffer per stream for good, so streams are used again.
+_idle_streams: dict[str, list[Any]] = {}
+
+
 class CudaDevice:
     """What the executor holds of one GPU.
 
@@ -23,10 +27,12 @@ class CudaDevice:
         buffers: Source op -> its value between steps; the address stays.
     """
 
-    def __init__(self, index: int, name: str) -> None:
+    def __init__(self, index: int, name: str, is_new_stream: bool = False) -> None:
         self.index = index
         self.torch_device = torch.device(name)
-        self.main = torch.cuda.Stream(self.torch_device)
+        idle = _idle_streams.setdefault(name, [])
+        reuses = idle and not is_new_stream
+        self.main = idle.pop() if reuses else torch.cuda.Stream(self.torch_device)
         self.buffers: dict[int, Any] = {}
 
     @contextmanager
@@ -63,6 +69,10 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for everything started here."""
         self.main.synchronize()
+
+    def give_up_stream(self) -> None:
+        """Leave the stream to others; nothing may be started here any more."""
+        _idle_streams[str(self.torch_device)].append(self.main)
 
 
 class Flags:

@@ -267,10 +267,13 @@ class CudaExecutor:
 
     def close(self) -> None:
         """Free graphs and threads; the executor cannot step any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._lost is None:
             for device in self._devices.values():
                 device.synchronize()
-        self._is_closed = True
+                device.give_up_stream()
         if self._runner is not None:
             self._runner.close()
 

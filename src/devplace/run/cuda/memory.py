@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,3 +138,28 @@ def device_memory(
         pool_bytes=pool_bytes,
         outside_bytes=max(0, int(total - free) - reserved),
     )
+
+
+@cache
+def work_buffer_bytes(name: str) -> int:
+    """What libraries keep of a device once matrices are multiplied on a stream, bytes.
+
+    For `CostTable.held_bytes`. The stream serves the next step.
+
+    Args:
+        name: Name of the torch device, such as `cuda:0`.
+    """
+    device = CudaDevice(0, name, is_new_stream=True)
+    where = device.torch_device
+    with device.current():
+        before = int(torch.cuda.memory_allocated(where))
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.zeros(512, 512, dtype=dtype, device=where)
+            bias = torch.zeros(512, dtype=dtype, device=where)
+            torch.mm(x, x)
+            torch.addmm(bias, x, x)
+        del x, bias
+        device.synchronize()
+        after = int(torch.cuda.memory_allocated(where))
+    device.give_up_stream()
+    return after - before
