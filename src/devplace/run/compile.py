@@ -168,8 +168,8 @@ class Step:
         self.executor.close()
 
     def _check_state(self) -> None:
-        if self._lost_by:
-            first = self._lost_by.split(". ")[0].rstrip(".")
+        if self._lost_by or self.executor.has_lost_state:
+            first = self._lost_by.split(". ")[0].rstrip(".") or "see the error before"
             raise ExecutionError(
                 "Parameters and state were lost with a step that failed, so nothing can be run or "
                 f"synced: {first}. Call step.load() to start again from the model's values."

@@ -14,7 +14,7 @@ from devplace.errors import ExecutionError
 from devplace.run.codegen import FILE_NAME, DeviceCode, StoppedError, generate
 from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
-from devplace.run.schedule import Schedule
+from devplace.run.schedule import Schedule, stored_sources
 from devplace.run.timeline import MeasuredTimeline, make_timeline
 from devplace.run.workers import Workers
 
@@ -124,7 +124,7 @@ class CpuExecutor:
     @property
     def has_lost_state(self) -> bool:
         """Whether a failure has cost parameters or state, so that they must be put again."""
-        return bool(self._missing)
+        return bool(self._missing & stored_sources(self.schedule))
 
     def close(self) -> None:
         """End the threads; the executor cannot step any more."""

@@ -35,7 +35,7 @@ from devplace.run.cuda.memory import DeviceMemory, device_memory
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import linear_order
-from devplace.run.schedule import Schedule
+from devplace.run.schedule import Schedule, stored_sources
 from devplace.run.write_back import write_backs
 
 
@@ -333,8 +333,7 @@ class CudaExecutor:
     @property
     def has_lost_state(self) -> bool:
         """Whether a failure has cost parameters or state, so that they must be put again."""
-        replaced = set(self.schedule.graph.replaced) & self._missing
-        return self._lost is not None or bool(replaced)
+        return self._lost is not None or bool(self._missing & stored_sources(self.schedule))
 
     def _check_complete(self) -> None:
         if self._missing:

@@ -116,7 +116,7 @@ def pool_memory(device: CudaDevice, pool: Any) -> tuple[int, int]:
     reserved = used = 0
     for segment in torch.cuda.memory_snapshot():
         is_here = segment["device"] == device.torch_device.index
-        if is_here and tuple(segment["segment_pool_id"]) == tuple(pool):
+        if is_here and tuple(segment.get("segment_pool_id", ())) == tuple(pool):
             reserved += int(segment["total_size"])
             used += int(segment["allocated_size"])
     return reserved, used
