@@ -24,7 +24,7 @@ def random_graph(rng: np.random.Generator, num_ops: int) -> OpGraph:
         for k in outputs:
             num_bytes = int(rng.integers(0, 2000)) if size is None else size
             tensors.append(Tensor(f"{name}:{k}", (num_bytes,), "uint8", num_bytes))
-        op = Op(name=name, target="t", outputs=outputs, **fields)  # type: ignore[arg-type]
+        op = Op(name=name, **{"target": "t", **fields}, outputs=outputs)  # type: ignore[arg-type]
         ops.append(op)
         return op
 
@@ -49,10 +49,20 @@ def random_graph(rng: np.random.Generator, num_ops: int) -> OpGraph:
                 inputs=reads,
                 workspace_bytes=int(rng.integers(0, 500)),
             )
+    updates = {}
+    for k in replaced:
+        if rng.random() < 0.5:
+            other = (int(rng.integers(0, len(tensors))),) if rng.random() < 0.5 else ()
+            size = tensors[k].num_bytes
+            update = add(f"u{k}", 1, size, inputs=(k, *other), target="aten.add.Tensor")
+            updates[k] = update.outputs[0]
+            if rng.random() < 0.3:
+                add(f"w{k}", 1, None, inputs=(k,))
     own = [t for op in ops if not op.is_source and not op.is_view for t in op.outputs]
     for source in replaced:
         if own:
-            results.append(StepResult(f"s{source}", int(rng.choice(own)), "parameter", source))
+            new = updates.get(source, int(rng.choice(own)))
+            results.append(StepResult(f"s{source}", new, "parameter", source))
     if own:
         results.append(StepResult("loss", int(rng.choice(own)), "loss"))
     return OpGraph("random", tuple(ops), tuple(tensors), tuple(results))

@@ -16,9 +16,10 @@ using u8 = std::uint8_t;
 // Read-only arrays; names and shapes as in problem/core.py.
 struct Core {
   i32 num_tasks = 0, num_devices = 0, num_channels = 0, num_pools = 0, num_consts = 0;
-  std::vector<u8> is_source, storage_held, keeps_received;
+  std::vector<u8> is_source, storage_held, fixed_buffers;
   std::vector<i64> workspace_bytes, carrier_bytes, storage_bytes, const_bytes;
   std::vector<i32> out_ptr, carrier_storage, cons_ptr, cons, in_ptr, in_carrier, storage_ptr;
+  std::vector<i32> storage_over;
   std::vector<i32> const_ptr, const_user, carrier_task;
   std::vector<i32> in_task, in_storage;  // of in_carrier, so that a release reads in sequence
   std::vector<i64> duration_ns, transfer_ns, latency_ns, send_ns, receive_ns;
@@ -190,6 +191,7 @@ class Simulator {
     out.pool_peak.assign(core_.num_pools, 0);
     if constexpr (track_memory) {
       references_.resize(core_.storage_bytes.size());
+      in_place_.resize(core_.storage_bytes.size());
       copies_.resize(core_.carrier_bytes.size() * static_cast<std::size_t>(D));
       place_consts();
       hold_bytes();
@@ -308,9 +310,17 @@ class Simulator {
   }
 
   void allocate(i32 v) {
+    const i32 d = device_[v];
     i64 bytes = core_.workspace_bytes[v];
-    for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s) bytes += core_.storage_bytes[s];
-    memory_[device_[v]] += bytes;
+    for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s) {
+      const i32 over = core_.storage_over[s];
+      if (over >= 0) {
+        in_place_[s] = core_.fixed_buffers[d] && references_[over] == 1;
+        if (in_place_[s]) continue;
+      }
+      bytes += core_.storage_bytes[s];
+    }
+    memory_[d] += bytes;
   }
 
   template <bool track_memory, bool trace>
@@ -322,8 +332,11 @@ class Simulator {
         if (device_[core_.in_task[j]] == d) release_storage(core_.in_storage[j], d);
         else release_copy(core_.in_carrier[j], d);
       }
-      for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s)
+      for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s) {
+        // takes the place of the source released just now
+        if (core_.storage_over[s] >= 0 && in_place_[s]) memory_[d] += core_.storage_bytes[s];
         references_[s] = core_.storage_held[s];
+      }
     }
     for (i32 x = core_.out_ptr[v]; x < core_.out_ptr[v + 1]; ++x) {
       i32 uses = 0;  // readers here, and one per copy sent
@@ -368,7 +381,7 @@ class Simulator {
     const i64 arrival = end + core_.latency_ns[pair];
     debt_[d] += core_.send_ns[pair];
     out.transfer_bytes += core_.carrier_bytes[x];
-    if constexpr (track_memory) (core_.keeps_received[e] ? kept_ : memory_)[e] += core_.carrier_bytes[x];
+    if constexpr (track_memory) (core_.fixed_buffers[e] ? kept_ : memory_)[e] += core_.carrier_bytes[x];
     if constexpr (trace) out.transfers.push_back({x, d, e, now_, begin, arrival});
     arrivals_.push({arrival, x, e});
   }
@@ -387,7 +400,7 @@ class Simulator {
   }
 
   void release_copy(i32 x, i32 d) {
-    if (core_.keeps_received[d]) return;
+    if (core_.fixed_buffers[d]) return;
     if (--copies_[copy_index(x, d)] == 0) memory_[d] -= core_.carrier_bytes[x];
   }
 
@@ -420,6 +433,7 @@ class Simulator {
   std::vector<i64> channel_free_, slot_finish_, debt_, memory_, kept_, shown_, pool_used_;
   std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;
   std::vector<i32> sent_to_, readers_there_;
+  std::vector<u8> in_place_;
 };
 
 }  // namespace devplace

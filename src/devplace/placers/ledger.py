@@ -24,7 +24,7 @@ class MemoryLedger:
         wires = problem.core.wires
         self.limit = (wires.limit_bytes - wires.held_bytes).tolist()
         self.used = [0] * len(self.limit)
-        self._frees = [d for d, keeps in enumerate(wires.keeps_received.tolist()) if not keeps]
+        self._frees = [d for d, keeps in enumerate(wires.fixed_buffers.tolist()) if not keeps]
         self._out_ptr, self._cons_ptr = tasks.out_ptr.tolist(), tasks.cons_ptr.tolist()
         self._in_ptr, self._in = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
         self._size = tasks.carrier_bytes.tolist()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from devplace.cost import CostTable, transfer_ns
 from devplace.graph import OpGraph
 from devplace.graph.coarsen import parameter_name
+from devplace.graph.overwrite import overwritten_sources
 from devplace.machine import Machine
 from devplace.machine.machine import channels_of
 from devplace.units import NS_PER_S
@@ -48,6 +49,7 @@ class Tasks:
         storage_ptr: Storages made by task v are `storage_ptr[v]:storage_ptr[v+1]`. `[N+1]`
         storage_bytes: `[S]`
         storage_held: Whether it is kept to the end of the step (a result). uint8 `[S]`
+        storage_over: Storage of the source that it may be computed over, or -1. `[S]`
         const_op: Op index of each read-only source. `[K]`
         const_bytes: `[K]`
         const_ptr, const_user: Tasks that read it. `[K+1]`, `[..]`
@@ -70,6 +72,7 @@ class Tasks:
     storage_ptr: I32
     storage_bytes: I64
     storage_held: NDArray[np.uint8]
+    storage_over: I32
     const_op: I32
     const_bytes: I64
     const_ptr: I32
@@ -121,8 +124,9 @@ class Wires:
         num_channels: Number of channels.
         streams: Ops a device runs at once. `[D]`
         limit_bytes: Memory a device may use. `[D]`
-        keeps_received: Whether receive buffers are held for the whole step there (GPUs: their
-            addresses are fixed). uint8 `[D]`
+        fixed_buffers: Whether what is received and what outlives the step has fixed addresses
+            there (GPUs): receive buffers are held for the whole step, and new state is computed
+            over the old where that is possible. uint8 `[D]`
         held_bytes: Held for the whole step where any task runs, such as libraries' work
             buffers. `[D]`
         pool: Memory pool of each device, -1 for none. `[D]`
@@ -140,7 +144,7 @@ class Wires:
     num_channels: int
     streams: I32
     limit_bytes: I64
-    keeps_received: NDArray[np.uint8]
+    fixed_buffers: NDArray[np.uint8]
     held_bytes: I64
     pool: I32
     pool_limit_bytes: I64
@@ -236,6 +240,18 @@ class _Layout:
                 rows[self.carrier_id[tensor]].append(task)
         return rows
 
+    def over(self, graph: OpGraph) -> I32:
+        """Storage of the source that each storage may be computed over, or -1.
+
+        Only where its op reads that source: otherwise the source is gone when it begins.
+        """
+        over = np.full(len(self.storages), -1, np.int32)
+        for tensor, source in overwritten_sources(graph).items():
+            (old,) = graph.ops[source].outputs
+            if old in graph.ops[graph.producer[tensor]].inputs:
+                over[self.storage_id[tensor]] = self.storage_id[old]
+        return over
+
     def held(self, graph: OpGraph, fold: _Folding) -> NDArray[np.uint8]:
         """Whether each storage is kept to the end of the step."""
         held = np.zeros(len(self.storages), np.uint8)
@@ -281,6 +297,7 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
         storage_ptr=pointers(layout.stores)[0],
         storage_bytes=size[np.array(layout.storages, np.int64)],
         storage_held=layout.held(graph, fold),
+        storage_over=layout.over(graph),
         const_op=np.array(layout.const_ops, np.int32),
         const_bytes=np.array(const_bytes, np.int64),
         const_ptr=const_ptr,
@@ -360,7 +377,7 @@ def build_wires(
         num_channels=len(channels),
         streams=np.array([device.streams for device in machine.devices], np.int32),
         limit_bytes=np.array(limit_bytes, np.int64),
-        keeps_received=np.array([device.kind == "gpu" for device in machine.devices], np.uint8),
+        fixed_buffers=np.array([device.kind == "gpu" for device in machine.devices], np.uint8),
         held_bytes=np.zeros(count, np.int64) if costs.held_bytes is None else costs.held_bytes,
         pool=np.array([pools.get(device.pool, -1) for device in machine.devices], np.int32),
         pool_limit_bytes=np.array(

@@ -116,7 +116,7 @@ class _Lifetimes:
         np.maximum.at(last_read, key, self.finish[tasks.cons])
         self.copy_end = last_read[self.copy_carrier * count + self.copy_device]
         wires = self.timeline.problem.core.wires
-        kept = wires.keeps_received.astype(bool)[self.copy_device]
+        kept = wires.fixed_buffers.astype(bool)[self.copy_device]
         self.copy_start = np.where(kept, 0, self.copy_start)
         self.copy_end[kept] = _FOREVER
         self.held = np.zeros(count, np.int64)
@@ -131,13 +131,30 @@ class _Lifetimes:
         np.maximum.at(self.storage_end, storage[same], self.finish[tasks.cons[same]])
         sent = tasks.carrier_storage[self.copy_carrier]
         np.maximum.at(self.storage_end, sent, self.copy_arrival)
+        self.storage_start = self.start[self.owner].copy()
+        for new in np.flatnonzero(tasks.storage_over >= 0).tolist():
+            self._start_over(new, int(tasks.storage_over[new]))
         self.storage_end[tasks.storage_held.astype(bool)] = _FOREVER
+
+    def _start_over(self, new: int, old: int) -> None:
+        """A value computed over a source that nothing else reads takes memory from its op's end."""
+        tasks, maker = self.tasks, self.owner[new]
+        d = self.device[maker]
+        if not self.timeline.problem.core.wires.fixed_buffers[d]:
+            return
+        readers = tasks.cons[tasks.carrier_storage[self.edge_carrier] == old]
+        here = readers[(self.device[readers] == d) & (readers != maker)]
+        sent = self.copy_arrival[tasks.carrier_storage[self.copy_carrier] == old]
+        others = max(self.finish[here].max(initial=0), sent.max(initial=0))
+        is_held = bool(tasks.storage_held[old])
+        if not is_held and self.device[self.owner[old]] == d and others <= self.start[maker]:
+            self.storage_start[new] = self.finish[maker]
 
     def parts(self, d: int, when: int) -> list[int]:
         """Bytes per category in use on a device after everything of that instant has happened."""
         tasks = self.tasks
         owner, size = self.owner, tasks.storage_bytes
-        alive = (self.device[owner] == d) & (self.start[owner] <= when) & (self.storage_end > when)
+        alive = (self.device[owner] == d) & (self.storage_start <= when) & (self.storage_end > when)
         parts = [int(size[alive & (self.category == c)].sum()) for c in range(len(CATEGORIES))]
         runs = (self.device == d) & (self.start <= when) & (self.finish > when)
         parts[TEMPORARIES] += int(tasks.workspace_bytes[runs].sum())

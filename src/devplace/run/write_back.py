@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from devplace.graph.overwrite import OUT_FORMS, overwritten_sources
 from devplace.run.schedule import Instruction, NodeFacts, Schedule
 
 
@@ -58,7 +59,8 @@ def write_backs(schedule: Schedule) -> tuple[DeviceWrites, ...]:
     Complexity: O(I + E) for I instructions with E arguments.
     """
     facts = NodeFacts(schedule.graph, schedule.device_of_op)
-    return tuple(_of_device(schedule, facts, d) for d in range(len(schedule.instructions)))
+    over = overwritten_sources(schedule.graph)
+    return tuple(_of_device(schedule, facts, over, d) for d in range(len(schedule.instructions)))
 
 
 def out_overload(target: Any) -> Any | None:
@@ -72,21 +74,12 @@ def out_overload(target: Any) -> Any | None:
 
 @cache
 def _out_overloads() -> dict[Any, Any]:
-    aten = torch.ops.aten
-    return {
-        aten.add.Tensor: aten.add.out,
-        aten.sub.Tensor: aten.sub.out,
-        aten.mul.Tensor: aten.mul.out,
-        aten.div.Tensor: aten.div.out,
-        aten.addcmul.default: aten.addcmul.out,
-        aten.addcdiv.default: aten.addcdiv.out,
-        aten.lerp.Scalar: aten.lerp.Scalar_out,
-        aten.lerp.Tensor: aten.lerp.Tensor_out,
-        aten.maximum.default: aten.maximum.out,
-        aten.minimum.default: aten.minimum.out,
-        aten.sqrt.default: aten.sqrt.out,
-        aten.neg.default: aten.neg.out,
-    }
+    found = {}
+    for name, out in OUT_FORMS.items():
+        _, packet, overload = name.split(".")
+        op = getattr(torch.ops.aten, packet)
+        found[getattr(op, overload)] = getattr(op, out)
+    return found
 
 
 class _Reads:
@@ -115,7 +108,9 @@ class _Reads:
             self.last_read[root] = index
 
 
-def _of_device(schedule: Schedule, facts: NodeFacts, device: int) -> DeviceWrites:
+def _of_device(
+    schedule: Schedule, facts: NodeFacts, over: Mapping[int, int], device: int
+) -> DeviceWrites:
     graph, results = schedule.graph, schedule.results[device]
     reads = _Reads(facts, schedule.instructions[device])
     wanted_at_end = {facts.root(node) for _, node in results}
@@ -136,9 +131,8 @@ def _of_device(schedule: Schedule, facts: NodeFacts, device: int) -> DeviceWrite
             kept.add(node)
             continue
         when = max(made, reads.last_read.get(source, -1))
-        is_first = node not in used
         stands_in = not facts.is_view(node) and facts.root(node) not in handed_out
-        in_place = stands_in and is_first and when == made and _may_write_into(facts, node, source)
+        in_place = stands_in and when == made and over.get(facts.tensor_id(node)) == source
         write = WriteBack(index, source, node, stands_in, in_place, pushes)
         after.setdefault(when, []).append(write)
         used[node] = max(used.get(node, -1), when, reads.last_use[node])
@@ -151,14 +145,3 @@ def _of_device(schedule: Schedule, facts: NodeFacts, device: int) -> DeviceWrite
         tuple(at_end),
         {index: tuple(nodes) for index, nodes in drops.items()},
     )
-
-
-def _may_write_into(facts: NodeFacts, node: Any, source: int) -> bool:
-    """Whether the op of `node` may write into the source's memory while it reads its inputs."""
-    if out_overload(node.target) is None:
-        return False
-    tensors, ops = facts.graph.tensors, facts.graph.ops
-    new, old = tensors[facts.tensor_id(node)], tensors[ops[source].outputs[0]]
-    if (new.shape, new.dtype) != (old.shape, old.dtype):
-        return False
-    return all(arg.op == "placeholder" for arg in node.all_input_nodes if facts.root(arg) == source)

@@ -8,7 +8,8 @@ Rules, in the order they apply at each instant `t`:
 2. Transfers that arrive at `t` are handled: readers there may become ready; the sender's copy is
    released.
 3. Every device with a free stream starts its ready ops, larger priority first, then smaller index.
-   A start takes memory for outputs and workspace.
+   A start takes memory for outputs and workspace; not for an output computed over a source that
+   nothing else reads any more, which is one piece of memory (devices with fixed buffers).
 4. Memory is looked at. (So what is freed at an instant can be used again at the same instant.)
 
 A transfer waits for all channels of its link, occupies them for bytes / bandwidth and arrives a
@@ -76,6 +77,7 @@ class _State:
     references: dict[int, int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
+    in_place: set[int] = field(default_factory=set)
     events: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     transfers: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
 
@@ -195,7 +197,11 @@ def _make_ready(state: _State, task: int) -> None:
 def _allocate(state: _State, task: int) -> None:
     tasks, d = state.core.tasks, state.device[task]
     for storage in range(tasks.storage_ptr[task], tasks.storage_ptr[task + 1]):
-        state.memory[d] += int(tasks.storage_bytes[storage])
+        over = int(tasks.storage_over[storage])
+        if over >= 0 and state.core.wires.fixed_buffers[d] and state.references.get(over) == 1:
+            state.in_place.add(storage)
+        else:
+            state.memory[d] += int(tasks.storage_bytes[storage])
     state.memory[d] += int(tasks.workspace_bytes[task])
 
 
@@ -206,6 +212,8 @@ def _finish(state: _State, task: int) -> None:
         _release(state, int(tasks.in_carrier[index]), d)
     first, last = tasks.storage_ptr[task], tasks.storage_ptr[task + 1]
     for storage in range(first, last):
+        if storage in state.in_place:  # takes the place of the source released just now
+            state.memory[d] += int(tasks.storage_bytes[storage])
         state.references[storage] = int(tasks.storage_held[storage])
     for carrier in range(tasks.out_ptr[task], tasks.out_ptr[task + 1]):
         storage = int(tasks.carrier_storage[carrier])
@@ -242,7 +250,7 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
         state.channel_free[c] = end
     arrival = end + int(wires.latency_ns[d, e])
     state.debt[d] += int(wires.send_ns[d, e])
-    if wires.keeps_received[e]:
+    if wires.fixed_buffers[e]:
         state.kept[e] += int(state.core.tasks.carrier_bytes[carrier])
     else:
         state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
@@ -276,7 +284,7 @@ def _release(state: _State, carrier: int, d: int) -> None:
             state.memory[d] -= int(tasks.storage_bytes[storage])
         return
     state.copies[carrier, d] -= 1
-    if state.copies[carrier, d] == 0 and not state.core.wires.keeps_received[d]:
+    if state.copies[carrier, d] == 0 and not state.core.wires.fixed_buffers[d]:
         state.memory[d] -= int(tasks.carrier_bytes[carrier])
 
 
