@@ -32,8 +32,11 @@ def compile_step(
     copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
     invent_seed: int | None = None,
+    staged_pairs: frozenset[tuple[str, str]] = frozenset(),
 ) -> Step:
     """Make a placed step callable on logical CPU devices, or on CUDA devices if these are named.
+
+    A step captured for CUDA may use both: ops on CPU devices run beside those on GPUs.
 
     Parameters, buffers and optimizer state are copied to their devices once; the model is not
     touched until `Step.sync`.
@@ -51,14 +54,16 @@ def compile_step(
             is used, but after an error the state must be loaded again.
         invent_seed: Seed of made-up values for a model on the meta device, to measure without
             weights; None refuses such a model.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used.
 
     Raises:
-        PlanError: The order is incomplete or can never finish.
+        PlanError: The order is incomplete or can never finish, or an op on a CPU device beside
+            GPUs cannot run there.
         PlanMismatchError: The model differs from the captured one.
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    executor = make_executor(schedule, seed, copy, keeps_old_state)
+    executor = make_executor(schedule, seed, copy, keeps_old_state, staged_pairs)
     return Step(model, optimizer, graph, executor, invent_seed)
 
 

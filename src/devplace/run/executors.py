@@ -37,6 +37,7 @@ def make_executor(
     seed: int = 0,
     copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
+    staged_pairs: frozenset[tuple[str, str]] = frozenset(),
 ) -> Executor:
     """The executor for the devices that have something to do.
 
@@ -45,15 +46,18 @@ def make_executor(
         seed: Seed of the random ops.
         copy: Makes copies between logical CPU devices.
         keeps_old_state: Of logical CPU devices; GPUs never keep it.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used, as a
+            probe found it faulty: their tensors go through host memory.
 
     Raises:
-        InputError: CUDA devices that are not there, or mixed with CPU devices.
+        InputError: CUDA devices that are not there.
+        PlanError: An op on a CPU device beside GPUs that cannot run there.
     """
     if not runs_on_cuda(schedule):
         return CpuExecutor(schedule, seed, copy, keeps_old_state)
     from devplace.run.cuda import CudaExecutor
 
-    return CudaExecutor(schedule, seed)
+    return CudaExecutor(schedule, seed, staged_pairs=staged_pairs)
 
 
 def runs_on_cuda(schedule: Schedule) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.codegen import last_uses
-from devplace.run.cuda.clock import DeviceClock
+from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
 
@@ -51,7 +51,7 @@ class DevicePass:
         sources: dict[int, Any],
         carrier: Carrier,
         random: RandomOps,
-        clock: DeviceClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._schedule = schedule
         self._device = device

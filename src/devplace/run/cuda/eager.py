@@ -1,18 +1,25 @@
-"""A step without CUDA graphs: one host thread starts every op and copy, streams keep the order."""
+"""A step without CUDA graphs: one host thread starts every op and copy, streams keep the order.
+
+That thread also runs the ops of CPU devices, one after another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from devplace.run.copies import pack_tensor
 from devplace.run.cuda.clock import Clocks, timed_transfer
 from devplace.run.cuda.device import CudaDevice, empty_like_layout
 from devplace.run.cuda.device_pass import DevicePass
+from devplace.run.cuda.host import HostDevice
 from devplace.run.cuda.push import words_of
 from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.routes import Route
 from devplace.run.linear import Place
 from devplace.run.schedule import Schedule
+
+AnyDevice = CudaDevice | HostDevice
 
 
 class EagerRunner:
@@ -20,9 +27,10 @@ class EagerRunner:
 
     Args:
         schedule: What every device does.
-        devices: The GPUs that do something, by index.
+        devices: The devices that do something, by index: GPUs, and CPU devices beside them.
         random: Their random ops.
         order: All instructions, of `linear_order`.
+        routes: Way of every transfer.
     """
 
     mode = "eager"
@@ -30,14 +38,16 @@ class EagerRunner:
     def __init__(
         self,
         schedule: Schedule,
-        devices: Mapping[int, CudaDevice],
+        devices: Mapping[int, AnyDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
+        routes: Sequence[Route],
     ) -> None:
         self._schedule = schedule
         self._devices = devices
         self._random = random
         self._order = order
+        self._routes = routes
         self.layouts: dict[int, Any] = {}
 
     def run(self, number: int, clocks: Clocks | None = None) -> dict[int, Any]:
@@ -56,7 +66,7 @@ class EagerRunner:
 
     def compute(self, number: int, clocks: Clocks) -> dict[int, list[tuple[int, Any]]]:
         """Run a step and leave the state as it is; gives each device's results."""
-        carrier = _Copies(self._schedule, self._devices, self.layouts, clocks)
+        carrier = _Copies(self._schedule, self._devices, self._routes, self.layouts, clocks)
         passes = {}
         for index, device in self._devices.items():
             random = self._random[index]
@@ -84,6 +94,10 @@ class EagerRunner:
         """Copies by stream order always come."""
         return None
 
+    def host_failure(self) -> BaseException | None:
+        """Failures of ops are raised at once."""
+        return None
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -94,12 +108,14 @@ class _Copies:
     def __init__(
         self,
         schedule: Schedule,
-        devices: Mapping[int, CudaDevice],
+        devices: Mapping[int, AnyDevice],
+        routes: Sequence[Route],
         layouts: dict[int, Any],
         clocks: Clocks,
     ) -> None:
         self._schedule = schedule
         self._devices = devices
+        self._routes = routes
         self._layouts = layouts
         self._clocks = clocks
         self._arrived: dict[int, Any] = {}
@@ -111,7 +127,11 @@ class _Copies:
         with receiver.current():
             buffer = empty_like_layout(dense, receiver.torch_device)
             with sender.current(), timed_transfer(self._clocks.get(sender.index), transfer):
-                words_of(buffer).copy_(words_of(dense), non_blocking=True)
+                words = words_of(dense)
+                if self._routes[transfer] == "staged":
+                    words = words.cpu()  # the direct link may be faulty
+                is_direct = self._routes[transfer] == "peer"
+                words_of(buffer).copy_(words, non_blocking=is_direct)
         self._layouts.setdefault(transfer, empty_like_layout(buffer, "meta"))
         self._arrived[transfer] = buffer
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from devplace.run.cuda.clock import Clocks, DeviceClock
+from devplace.run.cuda.clock import Clock, Clocks
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.device_pass import DevicePass
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
+from devplace.run.cuda.host import HostCrew, LateError
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import Place, joined_before
 from devplace.run.workers import Workers
@@ -43,6 +44,7 @@ class GraphRunner:
         devices: The GPUs that do something, by index.
         random: Their random ops.
         order: All instructions, of `linear_order`.
+        crew: The CPU devices beside them, if any do something.
 
     Raises:
         RuntimeError: The step cannot be captured.
@@ -56,8 +58,12 @@ class GraphRunner:
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
+        crew: HostCrew | None = None,
     ) -> None:
         self._mailroom = mailroom
+        self._crew = crew
+        self._epoch = 0
+        self._last: list[Any] = []
         self._devices = devices
         self._random = random
         self._joins = joined_before(mailroom.schedule, order)
@@ -74,40 +80,75 @@ class GraphRunner:
             clocks: Take the time of this step; it is captured anew for that.
         """
         step = self._plain if clocks is None else self._capture_all(clocks)
+        self._start_crew(number, clocks)
         launched: SimpleQueue[BaseException | None] = SimpleQueue()
         for queue, device in zip(self._workers.queues, self._devices.values(), strict=True):
             queue.put(self._make_job(step.graphs[device.index], device, number, launched))
         errors = [launched.get() for _ in self._devices]
         for error in errors:
             if error is not None:
+                if self._crew is not None:
+                    self._crew.fail(error)
                 raise error
         # Memory may only be asked for once every device is launched: that can wait for a device.
         for index, device in self._devices.items():
             with device.current():
                 self._ends[index].record(device.main)
+        if self._crew is not None:
+            self._last = [_end_of(device) for device in self._devices.values()]
         results = {result: self._copied(*found) for result, found in step.kept.items()}
+        if self._crew is not None and self._crew.has_results():
+            results.update(self._crew.results())
         if clocks is not None:
             self.synchronize()  # its graphs are freed
         return results
 
+    def _start_crew(self, number: int, clocks: Clocks | None) -> None:
+        """Begin the step on the CPU devices: GPUs must not write what these still read."""
+        self._epoch += 1
+        if self._crew is not None:
+            self._crew.join()
+            self._crew.start(number, self._epoch, self._last, clocks)
+
     def synchronize(self) -> None:
         """Wait for all devices."""
+        if self._crew is not None:
+            self._crew.join()
         for device in self._devices.values():
             device.synchronize()
 
     def failed_transfer(self) -> int | None:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
         late = [flags.late_transfer() for flags in self._mailroom.flags.values()]
+        if self._crew is not None and isinstance(self._crew.failure, LateError):
+            late.insert(0, self._crew.failure.transfer)
         found = next((transfer for transfer in late if transfer is not None), None)
         if found is not None:
-            self.synchronize()
-            self._mailroom.reset()
-            for device in self._devices.values():
-                torch.cuda.synchronize(device.torch_device)
+            self._reset()
         return found
+
+    def host_failure(self) -> BaseException | None:
+        """What ended the last step on a CPU device, if not a late tensor; resets the flags."""
+        failure = self._crew.failure if self._crew is not None else None
+        if failure is None or isinstance(failure, LateError):
+            return None
+        self._reset()
+        return failure
+
+    def _reset(self) -> None:
+        self.synchronize()
+        self._mailroom.reset()
+        self._epoch = 0
+        if self._crew is not None:
+            self._crew.clear()
+        for device in self._devices.values():
+            torch.cuda.synchronize(device.torch_device)
 
     def close(self) -> None:
         """End the threads and free the graphs."""
+        if self._crew is not None:
+            self._crew.join()
+            self._crew.close()
         self._workers.close()
         self._plain.graphs.clear()
 
@@ -138,14 +179,14 @@ class GraphRunner:
             copied = value.clone()
         return device.hand_over(copied)
 
-    def _capture_all(self, clocks: Mapping[int, DeviceClock]) -> _Captured:
+    def _capture_all(self, clocks: Mapping[int, Clock]) -> _Captured:
         gc.collect()
         step = _Captured()
         for index, device in self._devices.items():
             step.graphs[index] = self._capture(device, step, clocks.get(index))
         return step
 
-    def _capture(self, device: CudaDevice, step: _Captured, clock: DeviceClock | None) -> Any:
+    def _capture(self, device: CudaDevice, step: _Captured, clock: Clock | None) -> Any:
         with device.current():  # it makes a context on the current device
             graph = torch.cuda.CUDAGraph()
         random = self._random[device.index]
@@ -164,7 +205,7 @@ class GraphRunner:
         return graph
 
     def _record(
-        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: DeviceClock | None
+        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: Clock | None
     ) -> None:
         schedule = self._mailroom.schedule
         carrier = FlagCarrier(self._mailroom, device, self._joins, clock)
@@ -192,6 +233,12 @@ class GraphRunner:
                 values.append(value)
         if replaced:
             torch._foreach_copy_(replaced, values)
+
+
+def _end_of(device: CudaDevice) -> Any:
+    """An event at the end of all work so far, that a host thread can wait for without spinning."""
+    with device.current():
+        return device.main.record_event(torch.cuda.Event(blocking=True))
 
 
 def _end_quietly(graph: Any) -> None:
