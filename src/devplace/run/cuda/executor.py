@@ -78,7 +78,7 @@ class CudaExecutor:
             for index in active
             if index not in self._hosts
         }
-        self._all: dict[int, AnyDevice] = {**self._devices, **self._hosts}
+        self._all: dict[int, AnyDevice] = {**self._hosts, **self._devices}
         self._routes = find_routes(schedule, have_peer_access, staged_pairs)
         self._idle: dict[int, Any] = {}
         self._random = self._make_random()
@@ -166,7 +166,7 @@ class CudaExecutor:
         Raises:
             ExecutionError: A tensor did not come in time.
         """
-        for device in (*self._hosts.values(), *self._devices.values()):
+        for device in self._all.values():
             device.synchronize()
         self._raise_failure()
 
@@ -204,8 +204,10 @@ class CudaExecutor:
                 self._wait_limit_s,
                 self._routes,
             )
-            crew = self._make_crew(mailroom) if self._hosts else None
-            return GraphRunner(mailroom, self._devices, self._random, self._order, crew)
+            runner = GraphRunner(mailroom, self._devices, self._random, self._order)
+            if self._hosts:
+                runner.crew = self._make_crew(mailroom)
+            return runner
         except torch.OutOfMemoryError:
             raise
         except (ExecutionError, RuntimeError, ImportError) as error:

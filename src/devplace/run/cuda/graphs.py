@@ -44,7 +44,9 @@ class GraphRunner:
         devices: The GPUs that do something, by index.
         random: Their random ops.
         order: All instructions, of `linear_order`.
-        crew: The CPU devices beside them, if any do something.
+
+    Attributes:
+        crew: The CPU devices beside them, if any do something; set before the first step.
 
     Raises:
         RuntimeError: The step cannot be captured.
@@ -58,10 +60,9 @@ class GraphRunner:
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
-        crew: HostCrew | None = None,
     ) -> None:
         self._mailroom = mailroom
-        self._crew = crew
+        self.crew: HostCrew | None = None
         self._epoch = 0
         self._last: list[Any] = []
         self._devices = devices
@@ -87,18 +88,18 @@ class GraphRunner:
         errors = [launched.get() for _ in self._devices]
         for error in errors:
             if error is not None:
-                if self._crew is not None:
-                    self._crew.fail(error)
+                if self.crew is not None:
+                    self.crew.stop(str(error))
                 raise error
         # Memory may only be asked for once every device is launched: that can wait for a device.
         for index, device in self._devices.items():
             with device.current():
                 self._ends[index].record(device.main)
-        if self._crew is not None:
+        if self.crew is not None:
             self._last = [_end_of(device) for device in self._devices.values()]
         results = {result: self._copied(*found) for result, found in step.kept.items()}
-        if self._crew is not None and self._crew.has_results():
-            results.update(self._crew.results())
+        if self.crew is not None and self.crew.has_results:
+            results.update(self.crew.results())
         if clocks is not None:
             self.synchronize()  # its graphs are freed
         return results
@@ -106,22 +107,22 @@ class GraphRunner:
     def _start_crew(self, number: int, clocks: Clocks | None) -> None:
         """Begin the step on the CPU devices: GPUs must not write what these still read."""
         self._epoch += 1
-        if self._crew is not None:
-            self._crew.join()
-            self._crew.start(number, self._epoch, self._last, clocks)
+        if self.crew is not None:
+            self.crew.join()
+            self.crew.start(number, self._epoch, self._last, clocks)
 
     def synchronize(self) -> None:
         """Wait for all devices."""
-        if self._crew is not None:
-            self._crew.join()
+        if self.crew is not None:
+            self.crew.join()
         for device in self._devices.values():
             device.synchronize()
 
     def failed_transfer(self) -> int | None:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
         late = [flags.late_transfer() for flags in self._mailroom.flags.values()]
-        if self._crew is not None and isinstance(self._crew.failure, LateError):
-            late.insert(0, self._crew.failure.transfer)
+        if self.crew is not None and isinstance(self.crew.failure, LateError):
+            late.insert(0, self.crew.failure.transfer)
         found = next((transfer for transfer in late if transfer is not None), None)
         if found is not None:
             self._reset()
@@ -129,7 +130,7 @@ class GraphRunner:
 
     def host_failure(self) -> BaseException | None:
         """What ended the last step on a CPU device, if not a late tensor; resets the flags."""
-        failure = self._crew.failure if self._crew is not None else None
+        failure = self.crew.failure if self.crew is not None else None
         if failure is None or isinstance(failure, LateError):
             return None
         self._reset()
@@ -139,16 +140,16 @@ class GraphRunner:
         self.synchronize()
         self._mailroom.reset()
         self._epoch = 0
-        if self._crew is not None:
-            self._crew.clear()
+        if self.crew is not None:
+            self.crew.clear()
         for device in self._devices.values():
             torch.cuda.synchronize(device.torch_device)
 
     def close(self) -> None:
         """End the threads and free the graphs."""
-        if self._crew is not None:
-            self._crew.join()
-            self._crew.close()
+        if self.crew is not None:
+            self.crew.join()
+            self.crew.close()
         self._workers.close()
         self._plain.graphs.clear()
 

@@ -107,6 +107,10 @@ class HostCrew:
         routes: Way of every transfer.
         seed: Seed of the random ops (of which there are none on CPU devices).
         limit_ns: How long a tensor may be waited for.
+
+    Attributes:
+        failure: What ended the last step, if it failed.
+        has_results: Whether any result that replaces nothing is found on a CPU device.
     """
 
     def __init__(
@@ -129,6 +133,8 @@ class HostCrew:
         self._timed_codes: dict[int, DeviceCode] = {}
         self._running: list[_HostStep] = []
         self._results: dict[int, Any] = {}
+        places = [k for index in hosts for k, _ in schedule.results[index]]
+        self.has_results = any(schedule.graph.results[k].replaces < 0 for k in places)
         self._lock = threading.Lock()
         self.mailbox = Mailbox(schedule.transfers, clone_tensor)
         share = max(1, torch.get_num_threads() // max(1, len(hosts)))
@@ -171,9 +177,9 @@ class HostCrew:
         for step in self._running:
             step.done.wait()
         done, self._running = self._running, []
-        if self.failure is None:
+        if all(step.outputs is not None for step in done):
             for step in done:
-                self._take_over(step)
+                self._take_over(step, step.outputs or [])
 
     def results(self) -> dict[int, Any]:
         """The last step's results on CPU devices that replace nothing; waits for them."""
@@ -185,7 +191,11 @@ class HostCrew:
         with self._lock:
             if self.failure is None:
                 self.failure = error
-        self.mailbox.abort(str(error))
+        self.stop(str(error))
+
+    def stop(self, reason: str) -> None:
+        """Make all CPU devices end the step in flight; another device failed."""
+        self.mailbox.abort(reason)
 
     def clear(self) -> None:
         """Forget a failure, for another try; nothing may be running."""
@@ -195,15 +205,9 @@ class HostCrew:
         """End the threads."""
         self._workers.close()
 
-    def has_results(self) -> bool:
-        """Whether any result that replaces nothing is found on a CPU device."""
-        graph = self.schedule.graph
-        places = [self.schedule.results[index] for index in self._hosts]
-        return any(graph.results[k].replaces < 0 for found in places for k, _ in found)
-
-    def _take_over(self, step: _HostStep) -> None:
+    def _take_over(self, step: _HostStep, outputs: list[Any]) -> None:
         places = self.schedule.results[step.device]
-        for (result, _), value in zip(places, step.outputs, strict=True):
+        for (result, _), value in zip(places, outputs, strict=True):
             source = self.schedule.graph.results[result].replaces
             if source < 0:
                 self._results[result] = value
@@ -226,7 +230,7 @@ class _HostStep:
         clock: Any,
     ) -> None:
         self.device = device
-        self.outputs: list[Any] = []
+        self.outputs: list[Any] | None = None
         self.done = threading.Event()
         self._crew = crew
         self._mailbox = crew.mailbox
