@@ -16,6 +16,7 @@ from devplace.run.cuda import CudaExecutor
 from devplace.run.cuda.clock import collect
 from devplace.run.cuda.device_pass import DevicePass
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice, LateError
+from devplace.run.cuda.late import first_cause
 from devplace.run.cuda.pinned import OWN_BYTES, PinnedBoard, plain_bytes
 from devplace.run.cuda.random import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form, neighbours
@@ -463,6 +464,17 @@ def test_a_late_tensor_is_told_with_both_ends() -> None:
     expected = rf"'{graph.tensors[tensor].name}' .*from {names[src]} to {names[dst]} .*within 0.5 s"
     with pytest.raises(ExecutionError, match=expected):
         executor.synchronize()
+
+
+def test_the_cause_of_late_tensors_is_told_not_what_followed() -> None:
+    """Of two devices that waited in vain for each other, the one that began is blamed."""
+    mix, _ = two_device_mix()
+    mix.crew.close()
+    down = next(k for k, route in enumerate(mix.crew.routes) if route == "down")
+    up = next(k for k, route in enumerate(mix.crew.routes) if route == "up")
+    for late in ([down, up], [up, down], [down]):
+        assert first_cause(mix.schedule, late) == down
+    assert first_cause(mix.schedule, [up]) == up
 
 
 def test_devices_that_are_neither_are_refused() -> None:

@@ -32,7 +32,7 @@ GPU_ONLY_OPS = (
     "aten._cslt_*",
     "aten.*sparse_semi_structured*",
     "aten._triton_*",
-    "aten._philox_*",
+    "aten._philox_key_*",
 )
 # A CPU draws other numbers than a GPU from the same seed.
 RANDOM_OPS = (

@@ -15,6 +15,7 @@ from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.device_pass import DevicePass
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
 from devplace.run.cuda.host import HostCrew, LateError
+from devplace.run.cuda.late import first_cause
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import Place, joined_before
 from devplace.run.workers import Workers
@@ -122,11 +123,12 @@ class GraphRunner:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
         late = [flags.late_transfer() for flags in self._mailroom.flags.values()]
         if self.crew is not None and isinstance(self.crew.failure, LateError):
-            late.insert(0, self.crew.failure.transfer)
-        found = next((transfer for transfer in late if transfer is not None), None)
-        if found is not None:
-            self._reset()
-        return found
+            late.append(self.crew.failure.transfer)
+        found = [transfer for transfer in late if transfer is not None]
+        if not found:
+            return None
+        self._reset()
+        return first_cause(self._mailroom.schedule, found)
 
     def host_failure(self) -> BaseException | None:
         """What ended the last step on a CPU device, if not a late tensor; resets the flags."""
