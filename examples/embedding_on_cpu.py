@@ -1,6 +1,6 @@
 """An embedding that does not fit the GPU rests on the CPU, which works beside the GPU.
 
-Covers: `limits`, CPU and GPU in one plan, `dp.compile`.
+Covers: `limits`, `pins`, CPU and GPU in one plan, `dp.compile`.
 Scenario: a ranking model with a large table and a small network. The GPU's limit has no room for
     the table with its gradient, so the plan keeps lookup and update of the table on cpu:0 and the
     network on cuda:0. Without a GPU the same plan runs on logical CPU devices.
@@ -41,7 +41,12 @@ graph = dp.capture(model, (items, wanted), nn.functional.mse_loss, optimizer)
 machine = dp.load_machine("detect" if device != "cpu" else "h100x4")
 others = [name for name in machine.device_names if name not in ("cpu:0", "cuda:0")]
 problem = dp.Problem(
-    graph, machine, dp.Analytic()(graph, machine), limits={"cuda:0": args.limit}, exclude=others
+    graph,
+    machine,
+    dp.Analytic()(graph, machine),
+    limits={"cuda:0": args.limit},
+    pins={"net": "cuda:0"},
+    exclude=others,
 )
 result = dp.place(problem, dp.placers.Search(), budget="300ev", seed=0)
 homes = {op.name: result.plan.placement[k] for k, op in enumerate(graph.ops) if op.is_source}

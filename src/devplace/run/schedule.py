@@ -69,6 +69,11 @@ class Schedule:
     borrowed: frozenset[int]
 
 
+def is_cpu(name: str) -> bool:
+    """Whether a device name is that of a CPU device."""
+    return name == "cpu" or name.startswith("cpu:")
+
+
 def make_schedule(
     graph: OpGraph,
     device_of_op: Sequence[int],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
-from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form, is_cpu
+from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.linear import linear_order
-from devplace.run.schedule import Schedule
+from devplace.run.schedule import Schedule, is_cpu
 
 
 class CudaExecutor:
@@ -277,6 +278,7 @@ def _check_devices(names: list[str]) -> None:
         raise InputError(f"A device cannot be listed twice: {', '.join(names)}.")
 
 
+@cache
 def have_peer_access(src: str, dst: str) -> bool:
     """Whether a GPU can store into another's memory."""
     return bool(torch.cuda.can_device_access_peer(torch.device(src), torch.device(dst)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from devplace.errors import PlanError
-from devplace.run.schedule import Schedule
+from devplace.run.schedule import Schedule, is_cpu
 
 Route = Literal["peer", "staged", "up", "down", "inside"]
 
@@ -39,11 +39,6 @@ def find_routes(
         else:
             routes.append("peer")
     return tuple(routes)
-
-
-def is_cpu(name: str) -> bool:
-    """Whether a device name is that of a CPU device."""
-    return name == "cpu" or name.startswith("cpu:")
 
 
 def check_cpu_ops(schedule: Schedule, runs_on_cpu: Callable[[Any], bool]) -> None:
