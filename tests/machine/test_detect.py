@@ -1,5 +1,6 @@
 """Detection: logical CPUs without GPUs, and GPUs as a torch module reports them."""
 
+import fnmatch
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -89,6 +90,16 @@ def test_known_gpus_take_the_preset_speeds():
     assert gpu.flops_per_s["bfloat16"] == 494_500_000_000_000
     assert machine.path("cuda:0", "cuda:1").bytes_per_s == 389_000_000_000
     assert toml.loads(toml.dumps(machine)) == machine
+
+
+def test_the_host_beside_gpus_refuses_what_only_these_can_run():
+    """A detected host does not take fused cells or random ops; a machine without GPUs does."""
+    machine = gpu_machine(fake_torch(["NVIDIA H100 80GB HBM3"]))
+    host, gpu = machine.devices
+    assert any(fnmatch.fnmatchcase("aten.native_dropout.default", p) for p in host.unsupported_ops)
+    assert not any(fnmatch.fnmatchcase("aten.embedding.default", p) for p in host.unsupported_ops)
+    assert gpu.unsupported_ops == ()
+    assert all(device.unsupported_ops == () for device in detect(cpu_devices=2).devices)
 
 
 def test_cards_without_peer_access_are_staged():

@@ -265,11 +265,13 @@ def _allowed_devices(problem: Problem) -> tuple[NDArray[np.bool_], tuple[str, ..
 
 def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:
     tasks = problem.core.tasks
+    tasks_of: dict[str, list[int]] = {}
+    for task, op_index in enumerate(tasks.task_op):
+        tasks_of.setdefault(problem.graph.ops[op_index].target, []).append(task)
     for index, device in enumerate(problem.machine.devices):
-        for pattern in device.unsupported_ops:
-            for task, op_index in enumerate(tasks.task_op):
-                if fnmatch.fnmatchcase(problem.graph.ops[op_index].target, pattern):
-                    allowed[tasks.group[task], index] = False
+        for target, found in tasks_of.items():
+            if any(fnmatch.fnmatchcase(target, p) for p in device.unsupported_ops):
+                allowed[tasks.group[found], index] = False
     stuck = np.flatnonzero(~allowed.any(axis=1))
     if len(stuck):
         op = problem.graph.ops[tasks.task_op[np.flatnonzero(tasks.group == stuck[0])[0]]]

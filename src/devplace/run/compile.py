@@ -33,8 +33,11 @@ def compile_step(
     keeps_old_state: bool = True,
     invent_seed: int | None = None,
     predicted_bytes: Mapping[str, int] | None = None,
+    staged_pairs: frozenset[tuple[str, str]] = frozenset(),
 ) -> Step:
     """Make a placed step callable on logical CPU devices, or on CUDA devices if these are named.
+
+    A step captured for CUDA may use both: ops on CPU devices run beside those on GPUs.
 
     Parameters, buffers and optimizer state are copied to their devices once; the model is not
     touched until `Step.sync`.
@@ -53,14 +56,16 @@ def compile_step(
         invent_seed: Seed of made-up values for a model on the meta device, to measure without
             weights; None refuses such a model.
         predicted_bytes: Device name -> peak that the plan predicted, for messages.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used.
 
     Raises:
-        PlanError: The order is incomplete or can never finish.
+        PlanError: The order is incomplete or can never finish, or an op on a CPU device beside
+            GPUs cannot run there.
         PlanMismatchError: The model differs from the captured one.
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    executor = make_executor(schedule, seed, copy, keeps_old_state, predicted_bytes)
+    executor = make_executor(schedule, seed, copy, keeps_old_state, predicted_bytes, staged_pairs)
     return Step(model, optimizer, graph, executor, invent_seed)
 
 

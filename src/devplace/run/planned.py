@@ -24,6 +24,7 @@ def compile(
     loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
     seed: int = 0,
+    staged_pairs: frozenset[tuple[str, str]] = frozenset(),
 ) -> Step:
     """Make a planned step callable on the plan's devices: logical CPUs, or GPUs of this computer.
 
@@ -36,6 +37,8 @@ def compile(
         example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
             again for a plan from a file.
         seed: Fixes all random numbers, whatever the placement.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used; their
+            tensors go through host memory.
 
     Returns:
         A step: `loss = step(*batch)`, `step.sync()` writes back into model and optimizer.
@@ -60,6 +63,7 @@ def compile(
         plan.device_names,
         seed,
         predicted_bytes=plan.predicted.peak_bytes,
+        staged_pairs=staged_pairs,
     )
 
 

@@ -83,6 +83,7 @@ class Flags:
         torch_device: The receiver.
 
     Attributes:
+        slots: Transfer -> place of its counter.
         counters: Counters that pushes count up, FLAG_STRIDE words apart; int32.
         blocks: How much a push adds to each counter, int32 `[num_transfers]`.
         epoch: Steps begun, int32 `[1]`; the device's own graph counts it up.
@@ -92,7 +93,7 @@ class Flags:
 
     def __init__(self, transfers: list[int], torch_device: Any) -> None:
         self._transfers = transfers
-        self._slot = {transfer: k for k, transfer in enumerate(transfers)}
+        self.slots = {transfer: k for k, transfer in enumerate(transfers)}
         count = max(1, len(transfers))
         self.counters = torch.zeros(count * FLAG_STRIDE, dtype=torch.int32, device=torch_device)
         self.blocks = torch.ones(count, dtype=torch.int32, device=torch_device)
@@ -102,11 +103,11 @@ class Flags:
 
     def slot(self, transfer: int) -> int:
         """Place of a transfer's counter."""
-        return self._slot[transfer]
+        return self.slots[transfer]
 
     def counter(self, transfer: int) -> Any:
         """The counter of a transfer."""
-        at = self._slot[transfer] * FLAG_STRIDE
+        at = self.slots[transfer] * FLAG_STRIDE
         return self.counters[at : at + 1]
 
     def set_blocks(self, blocks: Mapping[int, int]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.codegen import last_uses
-from devplace.run.cuda.clock import DeviceClock
+from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
 from devplace.run.write_back import DeviceWrites, WriteBack, out_overload
@@ -83,7 +83,7 @@ class DevicePass:
         carrier: Carrier,
         random: RandomOps,
         state: StateWrites,
-        clock: DeviceClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._schedule = schedule
         self._device = device

@@ -1,20 +1,27 @@
-"""A step without CUDA graphs: one host thread starts every op and copy, streams keep the order."""
+"""A step without CUDA graphs: one host thread starts every op and copy, streams keep the order.
+
+That thread also runs the ops of CPU devices, one after another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from devplace.run.copies import pack_tensor
 from devplace.run.cuda.clock import Clocks, timed_transfer
 from devplace.run.cuda.device import CudaDevice, empty_like_layout
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
+from devplace.run.cuda.host import HostDevice
 from devplace.run.cuda.memory import MemoryMeter
 from devplace.run.cuda.push import words_of
 from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.routes import Route
 from devplace.run.linear import Place
 from devplace.run.schedule import Schedule
 from devplace.run.write_back import DeviceWrites
+
+AnyDevice = CudaDevice | HostDevice
 
 
 class EagerRunner:
@@ -22,10 +29,11 @@ class EagerRunner:
 
     Args:
         schedule: What every device does.
-        devices: The GPUs that do something, by index.
+        devices: The devices that do something, by index: GPUs, and CPU devices beside them.
         random: Their random ops.
         order: All instructions, of `linear_order`.
         writes: How each device replaces its sources.
+        routes: Way of every transfer.
     """
 
     mode = "eager"
@@ -33,16 +41,18 @@ class EagerRunner:
     def __init__(
         self,
         schedule: Schedule,
-        devices: Mapping[int, CudaDevice],
+        devices: Mapping[int, AnyDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
         writes: tuple[DeviceWrites, ...],
+        routes: Sequence[Route],
     ) -> None:
         self._schedule = schedule
         self._devices = devices
         self._random = random
         self._order = order
         self._writes = writes
+        self._routes = routes
         self.layouts: dict[int, Any] = {}
         self.strides: dict[int, tuple[int, ...]] = {}
         self.reserved_peak_bytes: dict[int, int] = {}
@@ -63,7 +73,11 @@ class EagerRunner:
             Device -> most bytes that it allocated at once, apart from received tensors and from
             what stays (work buffers of libraries), in blocks above 1 MiB.
         """
-        meters = {index: MemoryMeter(device) for index, device in self._devices.items()}
+        meters = {
+            index: MemoryMeter(device)
+            for index, device in self._devices.items()
+            if isinstance(device, CudaDevice)
+        }
         self._compute(number, {}, is_trial=True, meters=meters)
         peaks = {index: meter.peak_bytes() for index, meter in meters.items()}
         self.reserved_peak_bytes = {i: meter.reserved_peak_bytes for i, meter in meters.items()}
@@ -76,7 +90,9 @@ class EagerRunner:
         is_trial: bool,
         meters: Mapping[int, MemoryMeter] | None = None,
     ) -> dict[int, list[tuple[int, Any]]]:
-        carrier = _Copies(self._schedule, self._devices, self.layouts, clocks, meters or {})
+        carrier = _Copies(
+            self._schedule, self._devices, self._routes, self.layouts, clocks, meters or {}
+        )
         passes = {}
         for index, device in self._devices.items():
             random = self._random[index]
@@ -105,6 +121,10 @@ class EagerRunner:
         """Copies by stream order always come."""
         return None
 
+    def host_failure(self) -> BaseException | None:
+        """Failures of ops are raised at once."""
+        return None
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -115,13 +135,15 @@ class _Copies:
     def __init__(
         self,
         schedule: Schedule,
-        devices: Mapping[int, CudaDevice],
+        devices: Mapping[int, AnyDevice],
+        routes: Sequence[Route],
         layouts: dict[int, Any],
         clocks: Clocks,
         meters: Mapping[int, MemoryMeter],
     ) -> None:
         self._schedule = schedule
         self._devices = devices
+        self._routes = routes
         self._layouts = layouts
         self._clocks = clocks
         self._meters = meters
@@ -134,11 +156,15 @@ class _Copies:
         with receiver.current():
             buffer = self._buffer(dense, receiver)
             with sender.current(), timed_transfer(self._clocks.get(sender.index), transfer):
-                words_of(buffer).copy_(words_of(dense), non_blocking=True)
+                words = words_of(dense)
+                if self._routes[transfer] == "staged":
+                    words = words.cpu()  # the direct link may be faulty
+                is_direct = self._routes[transfer] == "peer"
+                words_of(buffer).copy_(words, non_blocking=is_direct)
         self._layouts.setdefault(transfer, empty_like_layout(buffer, "meta"))
         self._arrived[transfer] = buffer
 
-    def _buffer(self, dense: Any, receiver: CudaDevice) -> Any:
+    def _buffer(self, dense: Any, receiver: AnyDevice) -> Any:
         meter = self._meters.get(receiver.index)
         if meter is None:
             return empty_like_layout(dense, receiver.torch_device)

@@ -1,10 +1,11 @@
-"""Runs a schedule on CUDA devices."""
+"""Runs a schedule on CUDA devices, and on CPU devices beside them."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +19,9 @@ from devplace.errors import (
     LateTensorError,
 )
 from devplace.run.cpu import StepOutcome
-from devplace.run.cuda.clock import collect, make_clocks, offset_ns
+from devplace.run.cuda.clock import Clock, collect, make_clocks, offset_ns
 from devplace.run.cuda.device import CudaDevice
-from devplace.run.cuda.eager import EagerRunner
+from devplace.run.cuda.eager import AnyDevice, EagerRunner
 from devplace.run.cuda.failures import (
     forget_frames,
     is_lasting,
@@ -31,23 +32,28 @@ from devplace.run.cuda.failures import (
 )
 from devplace.run.cuda.flagged import Mailroom
 from devplace.run.cuda.graphs import GraphRunner
+from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
 from devplace.run.cuda.memory import DeviceMemory, device_memory
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.linear import linear_order
-from devplace.run.schedule import Schedule, stored_sources
+from devplace.run.schedule import Schedule, is_cpu, stored_sources
 from devplace.run.write_back import write_backs
 
 
 class CudaExecutor:
     """Runs a schedule on CUDA devices and keeps parameters, buffers and state between steps.
 
-    Every device's ops are captured once, in plan order, into a CUDA graph of its own. Tensors are
+    Every GPU's ops are captured once, in plan order, into a CUDA graph of its own. Tensors are
     pushed into fixed buffers of their receivers, which wait for them on the device. A step that
-    cannot be captured runs op by op. Devices of the schedule that run nothing are not touched.
+    cannot be captured runs op by op. Ops on CPU devices are run by host threads beside the graphs.
+    Tensors from and to CPU devices, and between GPUs without peer access, go through pinned host
+    memory. Devices of the schedule that run nothing are not touched.
 
     Args:
-        schedule: What every device does; its device names are torch device names.
+        schedule: What every device does; its device names are torch device names, those of CPU
+            devices `cpu:0`, `cpu:1` and so on.
         seed: Seed of the random ops.
         waits: Whether `step` waits for its end. If not, a failure shows in a later call.
         wait_limit_s: How long a device may wait for a tensor, s.
@@ -55,9 +61,11 @@ class CudaExecutor:
         push: Carries a tensor to another GPU (for tests of faulty links).
         needs_graphs: Whether a step that cannot be captured is refused.
         predicted_bytes: Device name -> peak that the plan predicted, for messages.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used.
 
     Raises:
-        InputError: Ops on a device that is no CUDA device, is missing, or is listed twice.
+        InputError: Ops on a device that is neither GPU nor CPU, is missing, or is listed twice.
+        PlanError: An op on a CPU device has no CPU form, or draws random numbers.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class CudaExecutor:
         push: Push = push,
         needs_graphs: bool = False,
         predicted_bytes: Mapping[str, int] | None = None,
+        staged_pairs: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         self.schedule = schedule
         self.seed = seed
@@ -89,7 +98,18 @@ class CudaExecutor:
         self._missing = set(schedule.holders)
         active = [index for index, some in enumerate(schedule.instructions) if some]
         _check_devices([schedule.device_names[index] for index in active])
-        self._devices = {index: CudaDevice(index, schedule.device_names[index]) for index in active}
+        check_cpu_ops(schedule, has_cpu_form)
+        hosts = [index for index in active if is_cpu(schedule.device_names[index])]
+        self._hosts = {
+            index: HostDevice(index, frozenset(schedule.graph.replaced)) for index in hosts
+        }
+        self._devices = {
+            index: CudaDevice(index, schedule.device_names[index])
+            for index in active
+            if index not in self._hosts
+        }
+        self._all: dict[int, AnyDevice] = {**self._hosts, **self._devices}
+        self._routes = find_routes(schedule, have_peer_access, staged_pairs)
         self._idle: dict[int, Any] = {}
         self._random = self._make_random()
         self._order = linear_order(schedule)
@@ -111,8 +131,8 @@ class CudaExecutor:
         self._raise_lost()
         try:
             for index in self.schedule.holders[op]:
-                if index in self._devices:
-                    self._devices[index].put(op, value)
+                if index in self._all:
+                    self._all[index].put(op, value)
                 else:
                     self._idle[op] = value.detach().clone()
                 self.put_count[op] = self.put_count.get(op, 0) + 1
@@ -128,7 +148,7 @@ class CudaExecutor:
         holders = self.schedule.holders[op]
         home = self.schedule.device_of_op[op]
         index = home if home in holders else holders[0]
-        if index not in self._devices:
+        if index not in self._all:
             return self._idle[op]
         self.synchronize()
         if op in self._missing:
@@ -136,7 +156,7 @@ class CudaExecutor:
                 f"The value of {self.schedule.graph.ops[op].name!r} was lost with a step that "
                 "failed. Load the state again."
             )
-        return self._devices[index].buffers[op]
+        return self._all[index].buffers[op]
 
     def step(self, number: int, is_timed: bool = False) -> StepOutcome:
         """Run one step on the values put, and keep what it leaves behind for the next.
@@ -208,8 +228,8 @@ class CudaExecutor:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
-        for device in self._devices.values():
-            device.buffers.clear()
+        for place in self._all.values():
+            place.buffers.clear()
         self._missing = set(self.schedule.holders)
         self._random = self._make_random()
         gc.collect()
@@ -242,7 +262,8 @@ class CudaExecutor:
 
     def _run_timed(self, number: int) -> StepOutcome:
         assert self._runner is not None
-        clocks = make_clocks(self.schedule, self._devices)
+        clocks: dict[int, Clock] = dict(make_clocks(self.schedule, self._devices))
+        clocks |= {index: HostClock() for index in self._hosts}
         offsets = {index: offset_ns(device) for index, device in self._devices.items()}
         results = self._runner.run(number, clocks)
         self.synchronize()
@@ -256,7 +277,7 @@ class CudaExecutor:
         """
         self._raise_lost()
         try:
-            for device in self._devices.values():
+            for device in self._all.values():
                 device.synchronize()
         except RuntimeError as error:
             failure = self._failure("A step", error)
@@ -271,6 +292,8 @@ class CudaExecutor:
             return
         self._is_closed = True
         if self._lost is None:
+            for host in self._hosts.values():
+                host.synchronize()
             for device in self._devices.values():
                 device.synchronize()
                 device.give_up_stream()
@@ -280,7 +303,7 @@ class CudaExecutor:
     def _make_random(self) -> dict[int, RandomOps]:
         names = self.schedule.graph.program.random_ops
         random = {}
-        for index, device in self._devices.items():
+        for index, device in self._all.items():
             used = {node.name for _, node, _ in self.schedule.instructions[index]}
             random[index] = RandomOps(names, used, device.torch_device, self.seed)
         return random
@@ -288,11 +311,8 @@ class CudaExecutor:
     def _make_runner(self, number: int) -> EagerRunner | GraphRunner:
         """A step without graphs first: it warms libraries up and shows how tensors are laid out."""
         self._doing = "Warming up"
-        eager = EagerRunner(self.schedule, self._devices, self._random, self._order, self._writes)
+        eager = self._make_eager()
         if self.reason:
-            return eager
-        if not self._have_peer_access():
-            self.reason = "no peer access between the devices"
             return eager
         arena_bytes = eager.rehearse(number)
         self._reserved_peak.update(eager.reserved_peak_bytes)
@@ -300,9 +320,14 @@ class CudaExecutor:
         self._doing = "Capturing the step"
         try:
             mailroom = Mailroom(
-                self.schedule, self._devices, eager.layouts, self._push, self._wait_limit_s
+                self.schedule,
+                self._devices,
+                eager.layouts,
+                self._push,
+                self._wait_limit_s,
+                self._routes,
             )
-            return GraphRunner(
+            runner = GraphRunner(
                 mailroom,
                 self._devices,
                 self._random,
@@ -311,6 +336,9 @@ class CudaExecutor:
                 eager.strides,
                 arena_bytes,
             )
+            if self._hosts:
+                runner.crew = self._make_crew(mailroom)
+            return runner
         except (ExecutionError, RuntimeError, ImportError) as error:
             if is_out_of_memory(error) or is_lasting(error):
                 raise
@@ -321,13 +349,21 @@ class CudaExecutor:
                 "the op that waits for the host."
             )
         self._random = self._make_random()
-        return EagerRunner(self.schedule, self._devices, self._random, self._order, self._writes)
+        return self._make_eager()
 
-    def _have_peer_access(self) -> bool:
-        devices = {index: device.torch_device for index, device in self._devices.items()}
-        return all(
-            torch.cuda.can_device_access_peer(devices[transfer.src], devices[transfer.dst])
-            for transfer in self.schedule.transfers
+    def _make_eager(self) -> EagerRunner:
+        return EagerRunner(
+            self.schedule, self._all, self._random, self._order, self._writes, self._routes
+        )
+
+    def _make_crew(self, mailroom: Mailroom) -> HostCrew:
+        return HostCrew(
+            self.schedule,
+            self._hosts,
+            mailroom.board,
+            self._routes,
+            self.seed,
+            mailroom.limit_ns,
         )
 
     @property
@@ -344,6 +380,10 @@ class CudaExecutor:
             )
 
     def _raise_failure(self) -> None:
+        error = self._runner.host_failure() if self._runner is not None else None
+        if error is not None:
+            self._lose_state()
+            raise error
         failed = self._runner.failed_transfer() if self._runner is not None else None
         if failed is None:
             return
@@ -380,11 +420,12 @@ class CudaExecutor:
 def _check_devices(names: list[str]) -> None:
     for name in names:
         kind, _, index = name.partition(":")
+        if is_cpu(name):
+            continue
         if kind != "cuda" or not index.isdigit():
             raise InputError(
-                f"Ops run either all on CUDA devices or all on logical CPU devices: {name!r} has "
-                f"ops beside {', '.join(other for other in names if other != name)}. Exclude it "
-                "and plan again."
+                f"A step captured for CUDA runs on cuda:0, cuda:1, ... and CPU devices: {name!r} "
+                f"has ops and is neither. Plan for this machine."
             )
         if int(index) >= torch.cuda.device_count():
             raise InputError(
@@ -392,4 +433,10 @@ def _check_devices(names: list[str]) -> None:
                 "Plan for this machine."
             )
     if len(set(names)) < len(names):
-        raise InputError(f"A CUDA device cannot be listed twice: {', '.join(names)}.")
+        raise InputError(f"A device cannot be listed twice: {', '.join(names)}.")
+
+
+@cache
+def have_peer_access(src: str, dst: str) -> bool:
+    """Whether a GPU can store into another's memory."""
+    return bool(torch.cuda.can_device_access_peer(torch.device(src), torch.device(dst)))

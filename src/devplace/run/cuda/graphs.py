@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from devplace.run.cuda.clock import Clocks, DeviceClock
+from devplace.run.cuda.clock import Clock, Clocks
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
+from devplace.run.cuda.host import HostCrew, LateError
+from devplace.run.cuda.late import first_cause
 from devplace.run.cuda.memory import max_allocated_bytes, pool_memory, reserve_arena
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import Place, joined_before
@@ -50,6 +52,9 @@ class GraphRunner:
         arena_bytes: Device -> memory its step will need at once; asked for in one piece, so that
             little is lost between pieces.
 
+    Attributes:
+        crew: The CPU devices beside them, if any do something; set before the first step.
+
     Raises:
         RuntimeError: The step cannot be captured.
     """
@@ -67,6 +72,9 @@ class GraphRunner:
         arena_bytes: Mapping[int, int],
     ) -> None:
         self._mailroom = mailroom
+        self.crew: HostCrew | None = None
+        self._epoch = 0
+        self._last: list[Any] = []
         self._devices = devices
         self._random = random
         self._writes = writes
@@ -87,24 +95,40 @@ class GraphRunner:
             clocks: Take the time of this step; it is captured anew for that.
         """
         step = self._plain if clocks is None else self._capture_all(clocks)
+        self._start_crew(number, clocks)
         launched: SimpleQueue[BaseException | None] = SimpleQueue()
         for queue, device in zip(self._workers.queues, self._devices.values(), strict=True):
             queue.put(self._make_job(step.graphs[device.index], device, number, launched))
         errors = [launched.get() for _ in self._devices]
         for error in errors:
             if error is not None:
+                if self.crew is not None:
+                    self.crew.stop(str(error))
                 raise error
         # Memory may only be asked for once every device is launched: that can wait for a device.
         for index, device in self._devices.items():
             with device.current():
                 self._ends[index].record(device.main)
+        if self.crew is not None:
+            self._last = [_end_of(device) for device in self._devices.values()]
         results = {result: self._copied(*found) for result, found in step.kept.items()}
+        if self.crew is not None and self.crew.has_results:
+            results.update(self.crew.results())
         if clocks is not None:
             self.synchronize()  # its graphs are freed
         return results
 
+    def _start_crew(self, number: int, clocks: Clocks | None) -> None:
+        """Begin the step on the CPU devices: GPUs must not write what these still read."""
+        self._epoch += 1
+        if self.crew is not None:
+            self.crew.join()
+            self.crew.start(number, self._epoch, self._last, clocks)
+
     def synchronize(self) -> None:
         """Wait for all devices."""
+        if self.crew is not None:
+            self.crew.join()
         for device in self._devices.values():
             device.synchronize()
 
@@ -115,16 +139,37 @@ class GraphRunner:
     def failed_transfer(self) -> int | None:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
         late = [flags.late_transfer() for flags in self._mailroom.flags.values()]
-        found = next((transfer for transfer in late if transfer is not None), None)
-        if found is not None:
-            self.synchronize()
-            self._mailroom.reset()
-            for device in self._devices.values():
-                torch.cuda.synchronize(device.torch_device)
-        return found
+        if self.crew is not None and isinstance(self.crew.failure, LateError):
+            late.append(self.crew.failure.transfer)
+        found = [transfer for transfer in late if transfer is not None]
+        if not found:
+            return None
+        self._reset()
+        return first_cause(self._mailroom.schedule, found)
+
+    def host_failure(self) -> BaseException | None:
+        """What ended the last step on a CPU device, if not a late tensor; resets the flags."""
+        failure = self.crew.failure if self.crew is not None else None
+        if failure is None or isinstance(failure, LateError):
+            return None
+        self._reset()
+        return failure
+
+    def _reset(self) -> None:
+        self.synchronize()
+        self._mailroom.reset()
+        self._epoch = 0
+        if self.crew is not None:
+            self.crew.clear()
+        for device in self._devices.values():
+            torch.cuda.synchronize(device.torch_device)
 
     def close(self) -> None:
         """End the threads and free the graphs."""
+        if self.crew is not None:
+            self.crew.stop("the step was closed")
+            self.crew.join()
+            self.crew.close()
         self._workers.close()
         self._plain.graphs.clear()
 
@@ -155,7 +200,7 @@ class GraphRunner:
             copied = value.clone()
         return device.hand_over(copied)
 
-    def _capture_all(self, clocks: Mapping[int, DeviceClock]) -> _Captured:
+    def _capture_all(self, clocks: Mapping[int, Clock]) -> _Captured:
         gc.collect()
         torch.cuda.empty_cache()  # while a capture is on, nothing cached can be given back
         step = _Captured()
@@ -163,7 +208,7 @@ class GraphRunner:
             step.graphs[index] = self._capture(device, step, clocks.get(index))
         return step
 
-    def _capture(self, device: CudaDevice, step: _Captured, clock: DeviceClock | None) -> Any:
+    def _capture(self, device: CudaDevice, step: _Captured, clock: Clock | None) -> Any:
         with device.current():  # it makes a context on the current device
             graph = torch.cuda.CUDAGraph()
         random = self._random[device.index]
@@ -185,7 +230,7 @@ class GraphRunner:
         return graph
 
     def _record(
-        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: DeviceClock | None
+        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: Clock | None
     ) -> None:
         schedule = self._mailroom.schedule
         carrier = FlagCarrier(self._mailroom, device, self._joins, clock)
@@ -203,6 +248,12 @@ class GraphRunner:
         for index in range(len(schedule.instructions[device.index])):
             one_pass.run(index)
         step.kept.update((result, (device.index, value)) for result, value in one_pass.finish())
+
+
+def _end_of(device: CudaDevice) -> Any:
+    """An event at the end of all work so far, that a host thread can wait for without spinning."""
+    with device.current():
+        return device.main.record_event(torch.cuda.Event(blocking=True))
 
 
 def _end_quietly(graph: Any) -> None:
