@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ def random_graph(rng: np.random.Generator, num_ops: int) -> OpGraph:
         for k in outputs:
             num_bytes = int(rng.integers(0, 2000)) if size is None else size
             tensors.append(Tensor(f"{name}:{k}", (num_bytes,), "uint8", num_bytes))
-        op = Op(name=name, target="t", outputs=outputs, **fields)  # type: ignore[arg-type]
+        op = Op(name=name, **{"target": "t", **fields}, outputs=outputs)  # type: ignore[arg-type]
         ops.append(op)
         return op
 
@@ -47,10 +49,20 @@ def random_graph(rng: np.random.Generator, num_ops: int) -> OpGraph:
                 inputs=reads,
                 workspace_bytes=int(rng.integers(0, 500)),
             )
+    updates = {}
+    for k in replaced:
+        if rng.random() < 0.5:
+            other = (int(rng.integers(0, len(tensors))),) if rng.random() < 0.5 else ()
+            size = tensors[k].num_bytes
+            update = add(f"u{k}", 1, size, inputs=(k, *other), target="aten.add.Tensor")
+            updates[k] = update.outputs[0]
+            if rng.random() < 0.3:
+                add(f"w{k}", 1, None, inputs=(k,))
     own = [t for op in ops if not op.is_source and not op.is_view for t in op.outputs]
     for source in replaced:
         if own:
-            results.append(StepResult(f"s{source}", int(rng.choice(own)), "parameter", source))
+            new = updates.get(source, int(rng.choice(own)))
+            results.append(StepResult(f"s{source}", new, "parameter", source))
     if own:
         results.append(StepResult("loss", int(rng.choice(own)), "loss"))
     return OpGraph("random", tuple(ops), tuple(tensors), tuple(results))
@@ -62,7 +74,7 @@ def random_machine(rng: np.random.Generator, num_devices: int) -> Machine:
     devices = tuple(
         Device(
             name=f"gpu:{d}",
-            kind="gpu",
+            kind=str(rng.choice(["gpu", "cpu"])),
             memory_bytes=int(rng.integers(1000, 100000)),
             flops_per_s={"float32": 1},
             bytes_per_s=1,
@@ -102,7 +114,12 @@ def random_problem(seed: int, num_ops: int = 30, num_devices: int = 3) -> Proble
     for index, op in enumerate(graph.ops):
         if op.is_source or op.is_view:
             compute[index] = 0
-    return Problem(graph, machine, CostTable(compute.astype(np.int64), "random"))
+    costs = CostTable(compute.astype(np.int64), "random")
+    if rng.random() < 0.3:
+        workspaces = rng.integers(0, 500, len(graph.ops))
+        held = rng.integers(0, 300, num_devices)
+        costs = replace(costs, workspace_bytes=workspaces, held_bytes=held)
+    return Problem(graph, machine, costs)
 
 
 def random_placement(problem: Problem, rng: np.random.Generator) -> Placement:

@@ -16,12 +16,14 @@ using u8 = std::uint8_t;
 // Read-only arrays; names and shapes as in problem/core.py.
 struct Core {
   i32 num_tasks = 0, num_devices = 0, num_channels = 0, num_pools = 0, num_consts = 0;
-  std::vector<u8> is_source, storage_held, queues;
+  std::vector<u8> is_source, storage_held, queues, fixed_buffers;
   std::vector<i64> workspace_bytes, carrier_bytes, storage_bytes, const_bytes;
   std::vector<i32> out_ptr, carrier_storage, cons_ptr, cons, in_ptr, in_carrier, storage_ptr;
+  std::vector<i32> storage_over;
   std::vector<i32> const_ptr, const_user, carrier_task;
   std::vector<i32> in_task, in_storage;  // of in_carrier, so that a release reads in sequence
   std::vector<i64> duration_ns, transfer_ns, channel_ns, latency_ns, send_ns, receive_ns;
+  std::vector<i64> held_bytes;
   std::vector<i32> link_class, channel_ptr, channel, streams, pool;
   bool one_stream = true;
 
@@ -157,6 +159,7 @@ class Simulator {
         arrive<track_memory>(a);
       }
     }
+    if constexpr (track_memory) add_kept<trace>(out);
   }
 
  private:
@@ -190,8 +193,10 @@ class Simulator {
     out.pool_peak.assign(core_.num_pools, 0);
     if constexpr (track_memory) {
       references_.resize(core_.storage_bytes.size());
+      in_place_.resize(core_.storage_bytes.size());
       copies_.resize(core_.carrier_bytes.size() * static_cast<std::size_t>(D));
       place_consts();
+      hold_bytes();
     }
     if constexpr (trace) {
       out.start.assign(N, 0);
@@ -216,6 +221,22 @@ class Simulator {
       }
     }
     std::fill(stamp_.begin(), stamp_.end(), -1);
+  }
+
+  // What is held from the first instant to the last is added to the peaks at the end.
+  void hold_bytes() {
+    kept_.assign(core_.num_devices, 0);
+    for (i32 v = 0; v < core_.num_tasks; ++v) kept_[device_[v]] = core_.held_bytes[device_[v]];
+  }
+
+  template <bool trace>
+  void add_kept(Outcome& out) {
+    for (i32 d = 0; d < core_.num_devices; ++d) {
+      out.peak[d] += kept_[d];
+      if (core_.num_pools && core_.pool[d] >= 0) out.pool_peak[core_.pool[d]] += kept_[d];
+    }
+    if constexpr (trace)
+      for (MemoryStep& step : out.memory) step.bytes += kept_[step.device];
   }
 
   template <bool track_memory, bool trace>
@@ -291,9 +312,17 @@ class Simulator {
   }
 
   void allocate(i32 v) {
+    const i32 d = device_[v];
     i64 bytes = core_.workspace_bytes[v];
-    for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s) bytes += core_.storage_bytes[s];
-    memory_[device_[v]] += bytes;
+    for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s) {
+      const i32 over = core_.storage_over[s];
+      if (over >= 0) {
+        in_place_[s] = core_.fixed_buffers[d] && references_[over] == 1;
+        if (in_place_[s]) continue;
+      }
+      bytes += core_.storage_bytes[s];
+    }
+    memory_[d] += bytes;
   }
 
   template <bool track_memory, bool trace>
@@ -305,8 +334,11 @@ class Simulator {
         if (device_[core_.in_task[j]] == d) release_storage(core_.in_storage[j], d);
         else release_copy(core_.in_carrier[j], d);
       }
-      for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s)
+      for (i32 s = core_.storage_ptr[v]; s < core_.storage_ptr[v + 1]; ++s) {
+        // takes the place of the source released just now
+        if (core_.storage_over[s] >= 0 && in_place_[s]) memory_[d] += core_.storage_bytes[s];
         references_[s] = core_.storage_held[s];
+      }
     }
     for (i32 x = core_.out_ptr[v]; x < core_.out_ptr[v + 1]; ++x) {
       i32 uses = 0;  // readers here, and one per copy sent
@@ -359,7 +391,7 @@ class Simulator {
     const i64 arrival = end + core_.latency_ns[pair];
     debt_[d] += core_.send_ns[core_.priced(pair, x)];
     out.transfer_bytes += core_.carrier_bytes[x];
-    if constexpr (track_memory) memory_[e] += core_.carrier_bytes[x];
+    if constexpr (track_memory) (core_.fixed_buffers[e] ? kept_ : memory_)[e] += core_.carrier_bytes[x];
     if constexpr (trace) out.transfers.push_back({x, d, e, now_, begin, arrival});
     arrivals_.push({arrival, x, e});
   }
@@ -378,6 +410,7 @@ class Simulator {
   }
 
   void release_copy(i32 x, i32 d) {
+    if (core_.fixed_buffers[d]) return;
     if (--copies_[copy_index(x, d)] == 0) memory_[d] -= core_.carrier_bytes[x];
   }
 
@@ -407,9 +440,11 @@ class Simulator {
   Heap<Arrival, ArrivalFirst> arrivals_;
   Heap<Running, RunningFirst> running_;
   std::vector<ReadyTask> finished_;
-  std::vector<i64> channel_free_, lane_free_, slot_finish_, debt_, memory_, shown_, pool_used_;
+  std::vector<i64> channel_free_, lane_free_, slot_finish_, debt_, memory_, kept_, shown_;
+  std::vector<i64> pool_used_;
   std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;
   std::vector<i32> sent_to_, readers_there_;
+  std::vector<u8> in_place_;
 };
 
 }  // namespace devplace

@@ -43,6 +43,9 @@ class Kernel {
   Kernel(nb::object tasks, nb::object wires) {
     core_.is_source = copy<u8>(tasks, "is_source");
     core_.storage_held = copy<u8>(tasks, "storage_held");
+    core_.fixed_buffers = copy<u8>(wires, "fixed_buffers");
+    core_.held_bytes = copy<i64>(wires, "held_bytes");
+    core_.storage_over = copy<i32>(tasks, "storage_over");
     core_.workspace_bytes = copy<i64>(tasks, "workspace_bytes");
     core_.carrier_bytes = copy<i64>(tasks, "carrier_bytes");
     core_.storage_bytes = copy<i64>(tasks, "storage_bytes");

@@ -73,6 +73,45 @@ class CacheError(DevplaceError):
     exit_code = 1
 
 
+class LateTensorError(ExecutionError):
+    """A tensor did not reach a device in time; the message names it, its producer and consumer."""
+
+
+class GraphCaptureError(ExecutionError):
+    """A step cannot be held by CUDA graphs, and only graphs were asked for."""
+
+
+class DeviceMemoryError(ExecutionError):
+    """A device had too little memory for a step; what the step held was given back.
+
+    Attributes:
+        device: Name of the device.
+        wanted_bytes: What was asked for last, 0 if not known.
+        limit_bytes: What the process may use there, 0 if not known.
+        predicted_bytes: Peak that the plan predicted there, 0 if not known.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        message: str,
+        device: str = "",
+        wanted_bytes: int = 0,
+        limit_bytes: int = 0,
+        predicted_bytes: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.device = device
+        self.wanted_bytes = wanted_bytes
+        self.limit_bytes = limit_bytes
+        self.predicted_bytes = predicted_bytes
+
+
+class DeviceLostError(ExecutionError):
+    """A device cannot be used any more in this process, as after an illegal memory access."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest of `known`, whatever its case, or an empty text.
 

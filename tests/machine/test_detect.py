@@ -1,5 +1,6 @@
 """Detection: logical CPUs without GPUs, and GPUs as a torch module reports them."""
 
+import fnmatch
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -107,6 +108,16 @@ def test_s09_own_unused_cache_is_free():
     )
     assert with_cache == plain
     assert plain.devices[1].reserve_bytes == 5 * GIB
+
+
+def test_the_host_beside_gpus_refuses_what_only_these_can_run():
+    """A detected host does not take fused cells or random ops; a machine without GPUs does."""
+    machine = gpu_machine(fake_torch(["NVIDIA H100 80GB HBM3"]))
+    host, gpu = machine.devices
+    assert any(fnmatch.fnmatchcase("aten.native_dropout.default", p) for p in host.unsupported_ops)
+    assert not any(fnmatch.fnmatchcase("aten.embedding.default", p) for p in host.unsupported_ops)
+    assert gpu.unsupported_ops == ()
+    assert all(device.unsupported_ops == () for device in detect(cpu_devices=2).devices)
 
 
 def test_cards_without_peer_access_are_staged():

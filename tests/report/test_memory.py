@@ -47,10 +47,11 @@ def test_kept_activations_and_receive_buffers_are_told_apart() -> None:
     problem = make_problem(chain_graph(2), machine(2))
     timeline = placed(problem, {"layer0": "cuda:0"}, "cuda:1").timeline
     sender, receiver = memory_rows(timeline)
-    assert sender.parts["receive buffers"] == 0
-    assert receiver.peak_ns > OP_NS
+    assert sender.parts["receive buffers"] == ACTIVATION  # the gradient that comes back
+    assert receiver.parts["receive buffers"] == ACTIVATION
+    assert receiver.parts["activations"] == 4
     rows = timeline.memory[timeline.memory[:, 1] == 1]
-    assert rows[1].tolist() == [OP_NS, 1, 1000 + ACTIVATION]
+    assert rows[0].tolist() == [0, 1, 1000 + ACTIVATION]
 
 
 def test_s11_json_says_what_lacks() -> None:
@@ -67,6 +68,7 @@ def test_s11_json_says_what_lacks() -> None:
         "temporaries_bytes": 0,
         "inputs_bytes": 100,
         "receive_buffers_bytes": 0,
+        "work_buffers_bytes": 0,
         "peak_bytes": 5104,
         "limit_bytes": 5000,
         "peak_ns": 6 * OP_NS,

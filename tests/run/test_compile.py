@@ -338,3 +338,54 @@ def test_s55_ops_run_on_the_thread_of_their_device() -> None:
     _seen_threads.clear()
     step(*batch)
     assert _seen_threads == ["devplace cpu:1"] * 2
+
+
+def test_a_step_that_lost_its_state_refuses_until_it_is_loaded() -> None:
+    """After a failure that cost the state, calls and `sync` are refused and write nothing."""
+    model, batch = Clipped(), (torch.randn(8, 4),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_step(model, batch, mean_square, optimizer, all_on(0), keeps_old_state=False)
+    step(*batch)
+    before = copy.deepcopy(model.state_dict())
+    executor = step.executor
+    failing = executor._codes  # type: ignore[attr-defined]
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    executor._codes = [dataclasses.replace(code, function=fail) for code in failing]  # type: ignore[attr-defined]
+    with pytest.raises(ExecutionError, match="out of luck"):
+        step(*batch)
+    executor._codes = failing  # type: ignore[attr-defined]
+    with pytest.raises(ExecutionError, match=r"out of luck\. Call step.load\(\)"):
+        step(*batch)
+    with pytest.raises(ExecutionError, match=r"Call step.load\(\)"):
+        step.sync()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step.load()
+    step(*batch)
+    step.sync()
+    step.close()
+    assert not all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_value_that_cannot_be_fetched_leaves_the_model_as_it_is() -> None:
+    """`sync` has every value before it writes the first."""
+    model, batch = Clipped(), (torch.randn(8, 4),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_step(model, batch, mean_square, optimizer, all_on(0))
+    step(*batch)
+    before = copy.deepcopy(model.state_dict())
+    get, calls = step.executor.get, []
+
+    def fail_late(op: int) -> Any:
+        calls.append(op)
+        if len(calls) == 3:
+            raise ExecutionError("lost")
+        return get(op)
+
+    step.executor.get = fail_late  # type: ignore[method-assign]
+    with pytest.raises(ExecutionError, match="lost"):
+        step.sync()
+    step.close()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

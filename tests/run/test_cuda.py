@@ -235,14 +235,6 @@ def test_s06_devices_outside_the_plan_are_not_touched() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_cpu_and_cuda_devices_do_not_mix() -> None:
-    """Ops on a CPU device beside a GPU are refused by name."""
-    graph = capture(Clipped(), (torch.randn(8, 4),), mean_square)
-    schedule = make_schedule(graph, *place(graph, 2, "random"), ("cpu:0", "cuda:0"))
-    with pytest.raises(InputError, match="cpu:0"):
-        CudaExecutor(schedule)
-
-
 def test_a_device_that_is_not_there_is_refused() -> None:
     """A plan for more GPUs than there are is refused by name."""
     graph = capture(Clipped(), (torch.randn(8, 4),), mean_square)

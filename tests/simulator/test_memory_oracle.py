@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
 
-from devplace.cost import CostTable
 from devplace.graph import OpGraph
 from devplace.machine import Link
 from devplace.problem import Problem
@@ -28,7 +27,9 @@ def without_ties(problem: Problem) -> Problem:
     return Problem(
         problem.graph,
         replace(problem.machine, links=links),
-        CostTable(problem.costs.compute_ns + works[:, None].astype(np.int64), "positive"),
+        replace(
+            problem.costs, compute_ns=problem.costs.compute_ns + works[:, None].astype(np.int64)
+        ),
     )
 
 
@@ -63,7 +64,9 @@ def lives(timeline: Timeline) -> Lives:
     for index, op in enumerate(graph.ops):
         if not op.is_view and index not in read_only:
             until |= {tensor: float(finish[index]) for tensor in op.outputs}
-            found.append((int(device[index]), start[index], finish[index], op.workspace_bytes))
+            measured = timeline.problem.costs.workspace_bytes
+            size = op.workspace_bytes if measured is None else int(measured[index])
+            found.append((int(device[index]), start[index], finish[index], size))
     copy_until: dict[tuple[int, int], float] = defaultdict(float)
     copied: set[tuple[int, int]] = set()
     for index, op in enumerate(graph.ops):
@@ -83,18 +86,55 @@ def lives(timeline: Timeline) -> Lives:
         base = root(graph, move.tensor)
         until[base] = max(until[base], move.arrival_ns)
         size = graph.tensors[move.tensor].num_bytes
-        found.append((move.dst, move.request_ns, copy_until[move.tensor, move.dst], size))
+        if timeline.problem.machine.devices[move.dst].kind == "gpu":  # fixed receive buffers
+            found.append((move.dst, 0, math.inf, size))
+        else:
+            found.append((move.dst, move.request_ns, copy_until[move.tensor, move.dst], size))
     for result in graph.results:
         if root(graph, result.tensor) in until:
             until[root(graph, result.tensor)] = math.inf
     for tensor, end in until.items():
         maker = graph.producer[tensor]
         size = graph.tensors[tensor].num_bytes
-        found.append((int(device[maker]), start[maker], end, size))
+        begin = finish[maker] if is_computed_over_old(timeline, tensor) else start[maker]
+        found.append((int(device[maker]), begin, end, size))
+    held = timeline.problem.costs.held_bytes
+    if held is not None:
+        own = [i for i, op in enumerate(graph.ops) if not op.is_view and i not in read_only]
+        found += [(where, 0, math.inf, int(held[where])) for where in set(device[own].tolist())]
     for source, where in copied:
         size = sum(graph.tensors[t].num_bytes for t in graph.ops[source].outputs)
         found.append((where, 0, math.inf, size))
     return found
+
+
+def is_computed_over_old(timeline: Timeline, new: int) -> bool:
+    """Whether a new value may take the memory of the source it replaces, on a GPU."""
+    graph, finish = timeline.problem.graph, timeline.finish_ns
+    maker = graph.producer[new]
+    here = int(timeline.devices[maker])
+    results = [r for r in graph.results if root(graph, r.tensor) == new]
+    sources = [r.replaces for r in results if r.tensor == new and r.replaces >= 0]
+    is_elementwise = graph.ops[maker].target == "aten.add.Tensor"
+    on_gpu = timeline.problem.machine.devices[here].kind == "gpu"
+    if not (is_elementwise and on_gpu) or any(r.replaces < 0 for r in results):
+        return False
+    olds = [graph.ops[source].outputs[0] for source in sources]
+    inputs = graph.ops[maker].inputs
+    olds = [old for old in olds if {t for t in inputs if root(graph, t) == old} == {old}]
+    sizes = graph.tensors
+    olds = [old for old in olds if sizes[old].num_bytes == sizes[new].num_bytes]
+    if not olds or any(root(graph, r.tensor) == olds[0] for r in graph.results):
+        return False
+    old = olds[0]
+    readers = [
+        index
+        for index, op in enumerate(graph.ops)
+        if not op.is_view and index != maker and any(root(graph, t) == old for t in op.inputs)
+    ]
+    ends = [finish[index] for index in readers if timeline.devices[index] == here]
+    ends += [t.arrival_ns for t in timeline.transfers if root(graph, t.tensor) == old]
+    return max(ends, default=0) <= timeline.start_ns[maker]
 
 
 @settings(max_examples=200, deadline=None)

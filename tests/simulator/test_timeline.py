@@ -179,20 +179,46 @@ def test_memory_follows_tensors_from_birth_to_last_use() -> None:
     assert timeline.peak_bytes.tolist() == [60]
 
 
-def test_both_ends_hold_a_tensor_on_its_way() -> None:
-    """The receive buffer is taken on request; the sender keeps its copy until arrival."""
+def sent_once(names: tuple[str, str]) -> list[list[list[int]]]:
+    """Memory over time, per device, of one tensor made on the first and read on the second."""
     timeline = run(
         """
         a = f bytes=8 ns=2
         b = g(a) bytes=1 ns=2
         """,
-        hand_machine(TWO),
-        {"b": "gpu:1"},
+        hand_machine(dict.fromkeys(names, 100)),
+        {"a": names[0], "b": names[1]},
+        ("a", "b"),
     )
-    gpu0 = [row for row in timeline.memory.tolist() if row[1] == 0]
-    gpu1 = [row for row in timeline.memory.tolist() if row[1] == 1]
-    assert gpu0 == [[0, 0, 8], [10, 0, 0]]
-    assert gpu1 == [[0, 1, 0], [2, 1, 8], [10, 1, 9], [12, 1, 0]]
+    return [[row for row in timeline.memory.tolist() if row[1] == d] for d in (0, 1)]
+
+
+def test_both_ends_hold_a_tensor_on_its_way() -> None:
+    """The receive buffer is taken on request; the sender keeps its copy until arrival."""
+    first, second = sent_once(("cpu:0", "cpu:1"))
+    assert first == [[0, 0, 8], [10, 0, 0]]
+    assert second == [[0, 1, 0], [2, 1, 8], [10, 1, 9], [12, 1, 0]]
+
+
+def test_a_gpu_holds_its_receive_buffers_for_the_whole_step() -> None:
+    """A receive buffer of a GPU is there from the first instant to the last."""
+    first, second = sent_once(("gpu:0", "gpu:1"))
+    assert first == [[0, 0, 8], [10, 0, 0]]
+    assert second == [[0, 1, 8], [10, 1, 9], [12, 1, 8]]
+
+
+def test_what_libraries_hold_counts_where_something_runs() -> None:
+    """Work buffers raise the peak of devices with ops, measured workspaces replace the graph's."""
+    problem = hand_problem("a = f bytes=8 ns=2 workspace_bytes=5", hand_machine(TWO))
+    costs = replace(
+        problem.costs,
+        held_bytes=np.array([7, 3], np.int64),
+        workspace_bytes=np.array([2], np.int64),
+    )
+    problem = replace(problem, costs=costs)
+    placement = hand_placement(problem, {})
+    for kernel in (None, ReferenceKernel(problem.core)):
+        assert simulate(problem, placement, kernel).peak_bytes.tolist() == [8 + 2 + 7, 0]
 
 
 def test_results_are_held_to_the_end() -> None:
@@ -290,7 +316,13 @@ def test_s31_the_order_of_devices_does_not_matter(problem: Problem, seed: int) -
     turned = Problem(
         problem.graph,
         replace(problem.machine, devices=tuple(problem.machine.devices[d] for d in old_of_new)),
-        CostTable(np.ascontiguousarray(problem.costs.compute_ns[:, old_of_new]), "turned"),
+        replace(
+            problem.costs,
+            compute_ns=np.ascontiguousarray(problem.costs.compute_ns[:, old_of_new]),
+            held_bytes=None
+            if problem.costs.held_bytes is None
+            else problem.costs.held_bytes[old_of_new],
+        ),
     )
     moved = Placement(new_of_old[placement.devices].astype(np.int32), placement.priority)
     before, after = simulate(problem, placement), simulate(turned, moved)

@@ -81,7 +81,7 @@ class Profiled:
                 workspace = np.maximum(workspace, done[place][1])
         if not done:
             return table
-        return CostTable(compute_ns, "profiled", workspace, tuple(notes))
+        return CostTable(compute_ns, "profiled", workspace_bytes=workspace, notes=tuple(notes))
 
     def _timer(self, device: Device, machine: Machine, graph: OpGraph) -> tuple[str, Timer] | None:
         """What times on this device depend on, and how they are taken; None if it is not here."""

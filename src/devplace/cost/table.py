@@ -20,14 +20,17 @@ class CostTable:
         compute_ns: Time each op occupies each device, launch gap included; 0 for sources and
             views. int64, shape `[V, D]`, in the order of `graph.ops` and `machine.devices`.
         origin: Where the numbers come from, such as `analytic`.
-        workspace_bytes: Memory each op takes while it runs beside inputs and outputs, where it was
-            measured; None leaves what the graph says. int64, shape `[V]`.
+        workspace_bytes: Measured workspace of every op while it runs, instead of what the graph
+            tells. int64, shape `[V]`, or None.
+        held_bytes: What a step holds of every device it uses beside its tensors: work buffers of
+            libraries, flags. int64, shape `[D]`, or None for nothing.
         notes: What the user should know of these numbers.
     """
 
     compute_ns: NDArray[np.int64]
     origin: str
     workspace_bytes: NDArray[np.int64] | None = None
+    held_bytes: NDArray[np.int64] | None = None
     notes: tuple[str, ...] = ()
 
 

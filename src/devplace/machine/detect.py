@@ -13,7 +13,7 @@ import msgspec
 
 from devplace.errors import MachineError
 from devplace.machine.machine import Device, Link, Machine, Pool
-from devplace.machine.presets import cards, families, wiring
+from devplace.machine.presets import cards, families, host_ops, wiring
 
 # Peak float32 operations per core and cycle by the widest vector unit /proc/cpuinfo names (two
 # fused multiply-adds), and the clock assumed for all: vendors' base clocks lie around it.
@@ -30,7 +30,8 @@ def detect(cpu_devices: int | None = None) -> Machine:
     Without GPUs: logical CPU devices that share one memory pool, the memory this process may use.
     With GPUs (those `CUDA_VISIBLE_DEVICES` leaves): `cpu:0` and every card, with its UUID, its
     memory, and what is held of it now as reserve; memory that this process's torch has cached but
-    does not use is free. Links join cards with peer access; others go through `cpu:0`. Speeds are
+    does not use is free. `cpu:0` refuses ops that only GPUs have and random ops, which draw other
+    numbers there. Links join cards with peer access; others go through `cpu:0`. Speeds are
     constants of known products, not measured: the same machine gives the same description, except
     for memory in use.
 
@@ -145,9 +146,11 @@ def gpu_machine(torch: Any) -> Machine:
         bandwidth_gb=families.CPU_CORE_BYTES / 1e9 * min(num_cores(), 32),
         source="",
     ).device()
-    # A small host must keep something to place on it.
     host = msgspec.structs.replace(
-        host, reserve_bytes=min(host.reserve_bytes, host.memory_bytes // 4)
+        host,
+        # A small host must keep something to place on it.
+        reserve_bytes=min(host.reserve_bytes, host.memory_bytes // 4),
+        unsupported_ops=host_ops.OPS_OFF_HOST,
     )
     nvlinks = dict.fromkeys(wire.source for gpu in gpus if (wire := _nvlink(gpu.model)))
     speeds = " ".join([pcie.source, *nvlinks])

@@ -14,15 +14,17 @@ class MemoryLedger:
     """Bytes in use per device in the order ops are scheduled.
 
     A group's sources are charged when its device is decided; an op's outputs when it is scheduled,
-    until all their readers are scheduled; a copy on another device likewise. This follows the
-    schedule, not the clock: the simulator has the last word.
+    until all their readers are scheduled; a copy on another device likewise, unless receive buffers
+    are kept there. This follows the schedule, not the clock: the simulator has the last word.
     """
 
     def __init__(self, problem: Problem) -> None:
         tasks = problem.core.tasks
         self._tasks = tasks
-        self.limit = problem.core.wires.limit_bytes.tolist()
+        wires = problem.core.wires
+        self.limit = (wires.limit_bytes - wires.held_bytes).tolist()
         self.used = [0] * len(self.limit)
+        self._frees = [d for d, keeps in enumerate(wires.fixed_buffers.tolist()) if not keeps]
         self._out_ptr, self._cons_ptr = tasks.out_ptr.tolist(), tasks.cons_ptr.tolist()
         self._in_ptr, self._in = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
         self._size = tasks.carrier_bytes.tolist()
@@ -90,7 +92,7 @@ class MemoryLedger:
             self.used[device] += self._size[carrier]
         self._left[carrier] -= 1
         if self._left[carrier] == 0:
-            for other in range(len(self.used)):
+            for other in self._frees:
                 self.used[other] -= self._copies.pop((carrier, other), 0)
         self._pending[storage] -= 1
         if self._pending[storage] == 0 and not self._held[storage] and home >= 0:

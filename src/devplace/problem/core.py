@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from devplace.cost import CostTable, transfer_times
 from devplace.graph import OpGraph
 from devplace.graph.coarsen import parameter_name
+from devplace.graph.overwrite import overwritten_sources
 from devplace.machine import Link, Machine
 from devplace.machine.machine import channels_of
 
@@ -47,6 +48,7 @@ class Tasks:
         storage_ptr: Storages made by task v are `storage_ptr[v]:storage_ptr[v+1]`. `[N+1]`
         storage_bytes: `[S]`
         storage_held: Whether it is kept to the end of the step (a result). uint8 `[S]`
+        storage_over: Storage of the source that it may be computed over, or -1. `[S]`
         const_op: Op index of each read-only source. `[K]`
         const_bytes: `[K]`
         const_ptr, const_user: Tasks that read it. `[K+1]`, `[..]`
@@ -69,6 +71,7 @@ class Tasks:
     storage_ptr: I32
     storage_bytes: I64
     storage_held: NDArray[np.uint8]
+    storage_over: I32
     const_op: I32
     const_bytes: I64
     const_ptr: I32
@@ -123,6 +126,11 @@ class Wires:
         num_channels: Number of channels.
         streams: Ops a device runs at once. `[D]`
         limit_bytes: Memory a device may use. `[D]`
+        fixed_buffers: Whether what is received and what outlives the step has fixed addresses
+            there (GPUs): receive buffers are held for the whole step, and new state is computed
+            over the old where that is possible. uint8 `[D]`
+        held_bytes: Held for the whole step where any task runs, such as libraries' work
+            buffers. `[D]`
         pool: Memory pool of each device, -1 for none. `[D]`
         pool_limit_bytes: `[P]`
     """
@@ -140,6 +148,8 @@ class Wires:
     num_channels: int
     streams: I32
     limit_bytes: I64
+    fixed_buffers: NDArray[np.uint8]
+    held_bytes: I64
     pool: I32
     pool_limit_bytes: I64
 
@@ -234,6 +244,18 @@ class _Layout:
                 rows[self.carrier_id[tensor]].append(task)
         return rows
 
+    def over(self, graph: OpGraph) -> I32:
+        """Storage of the source that each storage may be computed over, or -1.
+
+        Only where its op reads that source: otherwise the source is gone when it begins.
+        """
+        over = np.full(len(self.storages), -1, np.int32)
+        for tensor, source in overwritten_sources(graph).items():
+            (old,) = graph.ops[source].outputs
+            if old in graph.ops[graph.producer[tensor]].inputs:
+                over[self.storage_id[tensor]] = self.storage_id[old]
+        return over
+
     def held(self, graph: OpGraph, fold: _Folding) -> NDArray[np.uint8]:
         """Whether each storage is kept to the end of the step."""
         held = np.zeros(len(self.storages), np.uint8)
@@ -243,8 +265,15 @@ class _Layout:
         return held
 
 
-def build_tasks(graph: OpGraph) -> Tasks:
-    """Fold views and read-only sources away and lay the rest out as arrays."""
+def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
+    """Fold views and read-only sources away and lay the rest out as arrays.
+
+    Args:
+        graph: What is computed.
+        workspace_bytes: Measured workspace of each op; by default those the graph tells. `[V]`
+    """
+    if workspace_bytes is None:
+        workspace_bytes = np.array([op.workspace_bytes for op in graph.ops], np.int64)
     fold = _Folding(graph)
     layout = _Layout(graph, fold)
     owners = [fold.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
@@ -260,7 +289,7 @@ def build_tasks(graph: OpGraph) -> Tasks:
         op_const=np.array([layout.const_of.get(o, -1) for o in owners], np.int32),
         is_source=np.array([graph.ops[i].is_source for i in layout.task_ops], np.uint8),
         group=_groups(graph, fold, layout.task_of),
-        workspace_bytes=np.array([graph.ops[i].workspace_bytes for i in layout.task_ops], np.int64),
+        workspace_bytes=workspace_bytes[np.array(layout.task_ops, np.int64)],
         out_ptr=pointers(layout.made)[0],
         carrier_tensor=np.array(layout.carriers, np.int32),
         carrier_bytes=size[np.array(layout.carriers, np.int64)],
@@ -272,6 +301,7 @@ def build_tasks(graph: OpGraph) -> Tasks:
         storage_ptr=pointers(layout.stores)[0],
         storage_bytes=size[np.array(layout.storages, np.int64)],
         storage_held=layout.held(graph, fold),
+        storage_over=layout.over(graph),
         const_op=np.array(layout.const_ops, np.int32),
         const_bytes=np.array(const_bytes, np.int64),
         const_ptr=const_ptr,
@@ -359,6 +389,8 @@ def build_wires(
         num_channels=len(channels),
         streams=np.array([device.streams for device in machine.devices], np.int32),
         limit_bytes=np.array(limit_bytes, np.int64),
+        fixed_buffers=np.array([device.kind == "gpu" for device in machine.devices], np.uint8),
+        held_bytes=np.zeros(count, np.int64) if costs.held_bytes is None else costs.held_bytes,
         pool=np.array([pools.get(device.pool, -1) for device in machine.devices], np.int32),
         pool_limit_bytes=np.array(
             [max(0, pool.memory_bytes - reserve[pool.name]) for pool in machine.pools], np.int64

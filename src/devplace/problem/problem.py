@@ -83,9 +83,22 @@ class Problem:
                 f"Costs must not be negative: {self.graph.ops[op].name!r} has "
                 f"{self.costs.compute_ns[op, device]} ns on {self.machine.device_names[device]}."
             )
+        self._check_bytes_of_costs()
         self._check_times()
         self._check_sizes()
         _ = self.core, self.allowed  # every demand is checked here, not later
+
+    def _check_bytes_of_costs(self) -> None:
+        expected = {"workspace_bytes": len(self.graph.ops), "held_bytes": len(self.machine.devices)}
+        for name, count in expected.items():
+            found = getattr(self.costs, name)
+            if found is None:
+                continue
+            if found.shape != (count,) or found.dtype != np.int64 or (found < 0).any():
+                raise ProblemError(
+                    f"{name} of costs must be {count} int64 byte counts of at least 0, got "
+                    f"{found.dtype} of shape {found.shape}. Price this graph on this machine."
+                )
 
     def _check_times(self) -> None:
         """One thing after the other, everything sent everywhere: even that must fit 64 bits."""
@@ -105,7 +118,8 @@ class Problem:
         tasks, count = self.core.tasks, len(self.machine.devices)
         copies = tasks.carrier_bytes.sum(dtype=float) + tasks.const_bytes.sum(dtype=float)
         once = tasks.storage_bytes.sum(dtype=float) + tasks.workspace_bytes.sum(dtype=float)
-        total = once + copies * count
+        held = self.core.wires.held_bytes.sum(dtype=float)
+        total = once + copies * count + held
         if total >= 2**62:
             raise ProblemError(
                 f"The sizes of a step must fit 64 bits: these add up to {total:.2g} bytes. "
@@ -124,7 +138,7 @@ class Problem:
     @cached_property
     def core(self) -> Core:
         """Tasks and wires for the simulator."""
-        tasks = build_tasks(self.graph)
+        tasks = build_tasks(self.graph, self.costs.workspace_bytes)
         return Core(tasks, build_wires(tasks, self.machine, self.costs, self.limit_bytes))
 
     @cached_property
@@ -252,11 +266,13 @@ def _allowed_devices(problem: Problem) -> tuple[NDArray[np.bool_], tuple[str, ..
 
 def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:
     tasks = problem.core.tasks
+    tasks_of: dict[str, list[int]] = {}
+    for task, op_index in enumerate(tasks.task_op):
+        tasks_of.setdefault(problem.graph.ops[op_index].target, []).append(task)
     for index, device in enumerate(problem.machine.devices):
-        for pattern in device.unsupported_ops:
-            for task, op_index in enumerate(tasks.task_op):
-                if fnmatch.fnmatchcase(problem.graph.ops[op_index].target, pattern):
-                    allowed[tasks.group[task], index] = False
+        for target, found in tasks_of.items():
+            if any(fnmatch.fnmatchcase(target, p) for p in device.unsupported_ops):
+                allowed[tasks.group[found], index] = False
     stuck = np.flatnonzero(~allowed.any(axis=1))
     if len(stuck):
         op = problem.graph.ops[tasks.task_op[np.flatnonzero(tasks.group == stuck[0])[0]]]

@@ -6,6 +6,7 @@ from devplace.report.device_map import device_map
 from devplace.report.explain import Explanation, explain
 from devplace.report.html import html_report, save_html_report
 from devplace.report.measured import measured_summary, not_observed
+from devplace.report.measured_memory import measured_memory_rows, measured_memory_table
 from devplace.report.memory import MemoryRow, memory_rows
 from devplace.report.summary import best_single, plan_summary
 from devplace.report.table import (
@@ -30,6 +31,8 @@ __all__ = [
     "device_map",
     "explain",
     "html_report",
+    "measured_memory_rows",
+    "measured_memory_table",
     "measured_summary",
     "memory_json",
     "memory_rows",

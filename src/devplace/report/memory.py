@@ -19,8 +19,9 @@ CATEGORIES = (
     "temporaries",
     "inputs",
     "receive buffers",
+    "work buffers",
 )
-PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, INPUTS, RECEIVED = range(7)
+PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, INPUTS, RECEIVED, WORK = range(8)
 _ROLE = {
     "parameter": PARAMETERS,
     "buffer": PARAMETERS,
@@ -42,7 +43,8 @@ class MemoryRow:
         parts: Category (`CATEGORIES`) -> bytes; they add up to the simulated peak. Buffers and
             constants count as parameters. Gradients are those of parameters; activations are
             forward values that backward or update reads; all else that the step computes, and
-            workspace, is temporary.
+            workspace, is temporary. GPUs hold all receive buffers, and work buffers (of libraries,
+            outside single ops), for the whole step.
         limit_bytes: Most bytes a step may use there.
     """
 
@@ -113,6 +115,13 @@ class _Lifetimes:
         key = self.edge_carrier * count + self.device[tasks.cons]
         np.maximum.at(last_read, key, self.finish[tasks.cons])
         self.copy_end = last_read[self.copy_carrier * count + self.copy_device]
+        wires = self.timeline.problem.core.wires
+        kept = wires.fixed_buffers.astype(bool)[self.copy_device]
+        self.copy_start = np.where(kept, 0, self.copy_start)
+        self.copy_end[kept] = _FOREVER
+        self.held = np.zeros(count, np.int64)
+        used = np.unique(self.device)
+        self.held[used] = wires.held_bytes[used]
 
     def _storages(self) -> None:
         tasks = self.tasks
@@ -122,18 +131,36 @@ class _Lifetimes:
         np.maximum.at(self.storage_end, storage[same], self.finish[tasks.cons[same]])
         sent = tasks.carrier_storage[self.copy_carrier]
         np.maximum.at(self.storage_end, sent, self.copy_arrival)
+        self.storage_start = self.start[self.owner].copy()
+        for new in np.flatnonzero(tasks.storage_over >= 0).tolist():
+            self._start_over(new, int(tasks.storage_over[new]))
         self.storage_end[tasks.storage_held.astype(bool)] = _FOREVER
+
+    def _start_over(self, new: int, old: int) -> None:
+        """A value computed over a source that nothing else reads takes memory from its op's end."""
+        tasks, maker = self.tasks, self.owner[new]
+        d = self.device[maker]
+        if not self.timeline.problem.core.wires.fixed_buffers[d]:
+            return
+        readers = tasks.cons[tasks.carrier_storage[self.edge_carrier] == old]
+        here = readers[(self.device[readers] == d) & (readers != maker)]
+        sent = self.copy_arrival[tasks.carrier_storage[self.copy_carrier] == old]
+        others = max(self.finish[here].max(initial=0), sent.max(initial=0))
+        is_held = bool(tasks.storage_held[old])
+        if not is_held and self.device[self.owner[old]] == d and others <= self.start[maker]:
+            self.storage_start[new] = self.finish[maker]
 
     def parts(self, d: int, when: int) -> list[int]:
         """Bytes per category in use on a device after everything of that instant has happened."""
         tasks = self.tasks
         owner, size = self.owner, tasks.storage_bytes
-        alive = (self.device[owner] == d) & (self.start[owner] <= when) & (self.storage_end > when)
+        alive = (self.device[owner] == d) & (self.storage_start <= when) & (self.storage_end > when)
         parts = [int(size[alive & (self.category == c)].sum()) for c in range(len(CATEGORIES))]
         runs = (self.device == d) & (self.start <= when) & (self.finish > when)
         parts[TEMPORARIES] += int(tasks.workspace_bytes[runs].sum())
         here = (self.copy_device == d) & (self.copy_start <= when) & (self.copy_end > when)
         parts[RECEIVED] += int(tasks.carrier_bytes[self.copy_carrier[here]].sum())
+        parts[WORK] = int(self.held[d])
         for const, op in enumerate(tasks.const_op.tolist()):
             users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
             if (self.device[users] == d).any():

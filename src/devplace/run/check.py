@@ -276,11 +276,11 @@ def _real_inputs(batch: dict[int, Any], seed: int) -> dict[int, Any]:
 
 
 def _reference_device(schedule: Schedule) -> str:
-    """Where the unplaced step runs: on the first device with ops, or the CPU."""
+    """Where the unplaced step runs: on the first GPU with ops, or the CPU."""
     if not runs_on_cuda(schedule):
         return "cpu"
     names = zip(schedule.device_names, schedule.instructions, strict=True)
-    return next(name for name, some in names if some)
+    return next(name for name, some in names if some and name.startswith("cuda"))
 
 
 @contextmanager

@@ -162,6 +162,17 @@ class _Generator:
         return name
 
 
+def failed_instruction(error: BaseException, code: DeviceCode) -> int | None:
+    """Index of the instruction of a device at which an error came up, None outside its code."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame.f_code
+        if frame.co_filename == FILE_NAME and frame is code.function.__code__:
+            return code.instruction_at.get(trace.tb_lineno)
+        trace = trace.tb_next
+    return None
+
+
 def last_uses(schedule: Schedule, device: int) -> dict[int, list[Any]]:
     """Index of an instruction of a device -> FX nodes whose values nothing there needs after it."""
     last: dict[Any, int] = {}

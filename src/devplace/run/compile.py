@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.utils._pytree as pytree
 
-from devplace.errors import PlanMismatchError
+from devplace.errors import ExecutionError, PlanMismatchError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
 from devplace.run.copies import clone_tensor
@@ -33,8 +33,12 @@ def compile_step(
     keeps_old_state: bool = True,
     invent_seed: int | None = None,
     waits: bool = True,
+    predicted_bytes: Mapping[str, int] | None = None,
+    staged_pairs: frozenset[tuple[str, str]] = frozenset(),
 ) -> Step:
     """Make a placed step callable on logical CPU devices, or on CUDA devices if these are named.
+
+    A step captured for CUDA may use both: ops on CPU devices run beside those on GPUs.
 
     Parameters, buffers and optimizer state are copied to their devices once; the model is not
     touched until `Step.sync`.
@@ -53,14 +57,19 @@ def compile_step(
         invent_seed: Seed of made-up values for a model on the meta device, to measure without
             weights; None refuses such a model.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
+        predicted_bytes: Device name -> peak that the plan predicted, for messages.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used.
 
     Raises:
-        PlanError: The order is incomplete or can never finish.
+        PlanError: The order is incomplete or can never finish, or an op on a CPU device beside
+            GPUs cannot run there.
         PlanMismatchError: The model differs from the captured one.
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
-    executor = make_executor(schedule, seed, copy, keeps_old_state, waits)
+    executor = make_executor(
+        schedule, seed, copy, keeps_old_state, waits, predicted_bytes, staged_pairs
+    )
     return Step(model, optimizer, graph, executor, invent_seed)
 
 
@@ -84,6 +93,7 @@ class Step:
         self.executor = executor
         self.is_timed = False
         self.timeline: MeasuredTimeline | None = None
+        self._lost_by = ""
         self._optimizer = optimizer
         self._graph = graph
         self._state = ModelState(graph, model, optimizer, invent_seed)
@@ -105,6 +115,7 @@ class Step:
         self._steps_since_capture = self._state.steps_since_capture()
         for op, value in values.items():
             self.executor.put(op, value)
+        self._lost_by = ""
 
     def sync(self) -> None:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
@@ -113,7 +124,9 @@ class Step:
 
         Raises:
             InputError: The model is on the meta device and cannot hold values.
+            ExecutionError: A step failed and took the state with it; nothing is written.
         """
+        self._check_state()
         self._state.write(self.executor.get, self._steps_since_capture)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +142,8 @@ class Step:
         Raises:
             InputError: A tensor of the batch has another shape or dtype than captured.
             PlanMismatchError: The model is in another mode (train or eval) than captured.
-            ExecutionError: An op failed; the state is as before the step.
+            ExecutionError: An op failed. On CPU devices the state is as before the step; on GPUs
+                it is lost, and nothing but `load` is possible.
         """
         outcome = self.run(args, kwargs)
         for index, result in enumerate(self._graph.results):
@@ -139,14 +153,20 @@ class Step:
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         """Run one step and return everything it gave, with the timeline if `is_timed`."""
+        self._check_state()
         self._check_mode()
         number = self._steps_since_capture + 1
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
         values.update(bind_scalars(self._graph, number, groups))
-        for op, value in values.items():
-            self.executor.put(op, value)
-        outcome = self.executor.step(self.steps_done + 1, self.is_timed)
+        try:
+            for op, value in values.items():
+                self.executor.put(op, value)
+            outcome = self.executor.step(self.steps_done + 1, self.is_timed)
+        except ExecutionError as error:
+            if self.executor.has_lost_state:
+                self._lost_by = str(error)
+            raise
         self._steps_since_capture = number
         if self._optimizer is not None:
             self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
@@ -157,6 +177,14 @@ class Step:
     def close(self) -> None:
         """End the device threads. The step cannot be called any more."""
         self.executor.close()
+
+    def _check_state(self) -> None:
+        if self._lost_by or self.executor.has_lost_state:
+            first = self._lost_by.split(". ")[0].rstrip(".") or "see the error before"
+            raise ExecutionError(
+                "Parameters and state were lost with a step that failed, so nothing can be run or "
+                f"synced: {first}. Call step.load() to start again from the model's values."
+            )
 
     def _check_mode(self) -> None:
         captured = self._graph.program.training

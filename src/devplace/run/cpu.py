@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from devplace.errors import ExecutionError
-from devplace.run.codegen import FILE_NAME, DeviceCode, StoppedError, generate
+from devplace.run.codegen import DeviceCode, StoppedError, failed_instruction, generate
 from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
-from devplace.run.schedule import Schedule
+from devplace.run.schedule import Schedule, stored_sources
 from devplace.run.timeline import MeasuredTimeline, make_timeline
 from devplace.run.workers import Workers
 
@@ -120,6 +120,11 @@ class CpuExecutor:
         num_ops = len(self.schedule.graph.ops)
         timeline = make_timeline(num_ops, run.records, times, begin_ns, end_ns)
         return StepOutcome(self._commit(outputs), timeline)
+
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether a failure has cost parameters or state, so that they must be put again."""
+        return bool(self._missing & stored_sources(self.schedule))
 
     def close(self) -> None:
         """End the threads; the executor cannot step any more."""
@@ -239,7 +244,7 @@ class _StepRun:
 
     def _describe(self, device: int, error: BaseException) -> str:
         schedule = self._executor.schedule
-        index = _failed_instruction(error, self._codes[device])
+        index = failed_instruction(error, self._codes[device])
         if index is None:
             return f"The step failed on {schedule.device_names[device]}: {_first_line(error)}"
         kind, node, transfer = schedule.instructions[device][index]
@@ -266,16 +271,6 @@ class _StepRun:
         if self._executor._keeps_old_state:
             return "Nothing of this step was applied; correct the cause and step again."
         return "The old state was not kept; load it again before the next step."
-
-
-def _failed_instruction(error: BaseException, code: DeviceCode) -> int | None:
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame.f_code
-        if frame.co_filename == FILE_NAME and frame is code.function.__code__:
-            return code.instruction_at.get(trace.tb_lineno)
-        trace = trace.tb_next
-    return None
 
 
 def _first_line(error: BaseException) -> str:

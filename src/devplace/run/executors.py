@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from devplace.run.copies import clone_tensor
@@ -27,6 +28,11 @@ class Executor(Protocol):
         """Run one step."""
         ...
 
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether a failure has cost parameters or state, so that they must be put again."""
+        ...
+
     def close(self) -> None:
         """Free what is held."""
         ...
@@ -38,6 +44,8 @@ def make_executor(
     copy: CopyFunction = clone_tensor,
     keeps_old_state: bool = True,
     waits: bool = True,
+    predicted_bytes: Mapping[str, int] | None = None,
+    staged_pairs: frozenset[tuple[str, str]] = frozenset(),
 ) -> Executor:
     """The executor for the devices that have something to do.
 
@@ -47,15 +55,21 @@ def make_executor(
         copy: Makes copies between logical CPU devices.
         keeps_old_state: Of logical CPU devices; GPUs never keep it.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
+        predicted_bytes: Device name -> peak that the plan predicted, for messages.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used, as a
+            probe found it faulty: their tensors go through host memory.
 
     Raises:
-        InputError: CUDA devices that are not there, or mixed with CPU devices.
+        InputError: CUDA devices that are not there.
+        PlanError: An op on a CPU device beside GPUs that cannot run there.
     """
     if not runs_on_cuda(schedule):
         return CpuExecutor(schedule, seed, copy, keeps_old_state)
     from devplace.run.cuda import CudaExecutor
 
-    return CudaExecutor(schedule, seed, waits=waits)
+    return CudaExecutor(
+        schedule, seed, waits=waits, predicted_bytes=predicted_bytes, staged_pairs=staged_pairs
+    )
 
 
 def runs_on_cuda(schedule: Schedule) -> bool:

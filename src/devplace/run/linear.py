@@ -6,12 +6,12 @@ import operator
 from collections.abc import Callable
 
 from devplace.errors import PlanError
-from devplace.run.schedule import Instruction, Schedule, Transfer
+from devplace.run.schedule import Instruction, Schedule, Transfer, is_cpu
 
-# Rough times of a data-centre GPU. They only choose among orders that are all right.
-OP_NS = 3_000
-BYTES_PER_NS = 2_000
-FLOPS_PER_NS = 200_000
+# Rough times of a data-centre GPU, and of a CPU beside it: an op, bytes/ns, FLOP/ns. They only
+# choose among orders that are all right.
+GPU_TIMES = (3_000, 2_000, 200_000)
+CPU_TIMES = (10_000, 20, 500)
 TRANSFER_NS = 8_000
 LINK_BYTES_PER_NS = 250
 
@@ -46,7 +46,7 @@ def linear_order(schedule: Schedule) -> list[Place]:
         instruction = schedule.instructions[device][done[device]]
         order.append((device, done[device]))
         done[device] += 1
-        clock[device] = start + _duration_ns(schedule, instruction)
+        clock[device] = start + _duration_ns(schedule, device, instruction)
         if instruction.kind == "send":
             num_bytes = schedule.transfers[instruction.transfer].num_bytes
             arrival[instruction.transfer] = start + TRANSFER_NS + num_bytes // LINK_BYTES_PER_NS
@@ -68,7 +68,7 @@ def _candidates(
     return found
 
 
-def _duration_ns(schedule: Schedule, instruction: Instruction) -> int:
+def _duration_ns(schedule: Schedule, device: int, instruction: Instruction) -> int:
     kind, node, _ = instruction
     if kind != "call" or node.target is operator.getitem:
         return 0
@@ -76,7 +76,9 @@ def _duration_ns(schedule: Schedule, instruction: Instruction) -> int:
     if op.is_view:
         return 0
     moved = int(op.bytes_read + op.bytes_written)
-    return OP_NS + moved // BYTES_PER_NS + int(op.flops) // FLOPS_PER_NS
+    times = CPU_TIMES if is_cpu(schedule.device_names[device]) else GPU_TIMES
+    op_ns, bytes_per_ns, flops_per_ns = times
+    return op_ns + moved // bytes_per_ns + int(op.flops) // flops_per_ns
 
 
 def lane_of(transfer: Transfer) -> int:
@@ -93,13 +95,14 @@ def joined_before(
 ) -> dict[int, tuple[int, ...]]:
     """For every transfer, the sends of its receiver that must be over before it is waited for.
 
-    A device pushes tensors on streams beside its ops and spins where it waits for one. Nothing
+    A GPU pushes tensors on streams beside its ops and spins where it waits for one. Nothing
     promises that a push runs while a wait of the same device spins, so a push that another device
     needs to get on must be over before. Those are the earlier sends whose receives come first in
     `order`. They suffice: of all waits that spin, take the first in `order`. Its push stands on a
     device that spins at a later wait (in `order`). If the push came after that wait, the wait
     would come first in `order` too; as it came before, the wait began only after it was over. So
-    the first wait ends, and by induction all do.
+    the first wait ends, and by induction all do. A CPU device sends before it goes on, so there
+    every earlier send is over.
 
     Args:
         schedule: What every device does.

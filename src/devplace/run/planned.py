@@ -25,6 +25,7 @@ def compile(
     micro_batches: int = 1,
     seed: int = 0,
     waits: bool = True,
+    staged_pairs: frozenset[tuple[str, str]] = frozenset(),
 ) -> Step:
     """Make a planned step callable on the plan's devices: logical CPUs, or GPUs of this computer.
 
@@ -38,6 +39,8 @@ def compile(
             again for a plan from a file.
         seed: Fixes all random numbers, whatever the placement.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used; their
+            tensors go through host memory.
 
     Returns:
         A step: `loss = step(*batch)`, `step.sync()` writes back into model and optimizer.
@@ -62,6 +65,8 @@ def compile(
         plan.device_names,
         seed,
         waits=waits,
+        predicted_bytes=plan.predicted.peak_bytes,
+        staged_pairs=staged_pairs,
     )
 
 

@@ -69,6 +69,17 @@ class Schedule:
     borrowed: frozenset[int]
 
 
+def stored_sources(schedule: Schedule) -> frozenset[int]:
+    """Sources that keep their values between steps: all but inputs and scalars."""
+    ops = schedule.graph.ops
+    return frozenset(op for op in schedule.holders if ops[op].role not in ("input", "scalar"))
+
+
+def is_cpu(name: str) -> bool:
+    """Whether a device name is that of a CPU device."""
+    return name == "cpu" or name.startswith("cpu:")
+
+
 def make_schedule(
     graph: OpGraph,
     device_of_op: Sequence[int],

@@ -95,6 +95,8 @@ class ModelState:
     def write(self, get: Callable[[int], Any], steps_since_capture: int) -> None:
         """Write updated values into model and optimizer, in place.
 
+        All values are there, on the host if they belong there, before the first is written.
+
         Args:
             get: Source op -> its present value.
             steps_since_capture: How many steps the optimizer has made since capture.
@@ -104,20 +106,21 @@ class ModelState:
         """
         replaced = self._graph.replaced
         tensors = self._named_tensors()
+        bindings = [b for b in self._graph.program.bindings if b.op in replaced]
+        for binding in bindings:
+            if tensors[binding.key].is_meta:
+                raise InputError(
+                    f"A model on the meta device cannot hold values: {binding.key!r} is there. "
+                    "Load weights before compiling the step."
+                )
         with torch.no_grad():
-            for binding in self._graph.program.bindings:
-                if binding.op not in replaced:
-                    continue
-                if tensors[binding.key].is_meta:
-                    raise InputError(
-                        f"A model on the meta device cannot hold values: {binding.key!r} is there. "
-                        "Load weights before compiling the step."
-                    )
+            values = {b.op: _on_host_of(tensors[b.key], get(b.op)) for b in bindings}
+            for binding in bindings:
                 if binding.kind in ("parameter", "buffer"):
-                    tensors[binding.key].copy_(get(binding.op))
+                    tensors[binding.key].copy_(values[binding.op])
                 elif binding.kind == "state":
                     state = self._optimizer.state[tensors[binding.key]]
-                    _put_state(state, str(binding.slot), get(binding.op), tensors[binding.key])
+                    _put_state(state, str(binding.slot), values[binding.op], tensors[binding.key])
             if self._optimizer is not None:
                 self._write_step_counts(steps_since_capture)
 
@@ -255,6 +258,11 @@ def _put_state(state: Any, slot: str, value: Any, parameter: Any) -> None:
         present.copy_(value)
     else:
         state[slot] = value.detach().to(parameter.device, copy=True)
+
+
+def _on_host_of(target: Any, value: Any) -> Any:
+    """The value, brought to the host if its target is there: that can fail, writing then not."""
+    return value.cpu() if target.device.type == "cpu" else value
 
 
 def _step_counter(optimizer: Any, group: dict[str, Any]) -> Any:

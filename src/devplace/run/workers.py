@@ -16,16 +16,20 @@ Job = Callable[[], None]
 class Workers:
     """A fixed set of threads, each running the jobs put into its queue one after another.
 
-    Each runs torch ops single-threaded and without autograd. The number of threads that the
-    user's own thread works with is left as it was.
+    Each runs torch ops without autograd. The number of threads that the user's own thread works
+    with is left as it was.
+
+    Args:
+        names: Of the threads.
+        num_op_threads: Threads that each uses inside an op.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], num_op_threads: int = 1) -> None:
         self.queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in names]
         num_threads = torch.get_num_threads()
         started = threading.Barrier(len(names) + 1)
         for name, queue in zip(names, self.queues, strict=True):
-            args = (queue, started)
+            args = (queue, started, num_op_threads)
             threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
         started.wait()
         # set_num_threads acts on the calling thread and on the default for threads yet to come.
@@ -47,8 +51,8 @@ def _end(queues: list[Any]) -> None:
         queue.put(None)
 
 
-def _serve(queue: SimpleQueue[Job | None], started: threading.Barrier) -> None:
-    torch.set_num_threads(1)
+def _serve(queue: SimpleQueue[Job | None], started: threading.Barrier, num_op_threads: int) -> None:
+    torch.set_num_threads(num_op_threads)
     started.wait()
     with torch.no_grad():
         while (job := queue.get()) is not None:

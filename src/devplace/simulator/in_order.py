@@ -101,6 +101,7 @@ def _chained(problem: Problem, order: Order) -> tuple[Core, I32]:
         carrier_storage=_storages(tasks, renumber, restore, added),
         storage_bytes=np.insert(tasks.storage_bytes, store_ends, 0),
         storage_held=np.insert(tasks.storage_held, store_ends, 0),
+        storage_over=np.insert(_over(tasks, restore), store_ends, -1),
         cons_ptr=cons_ptr,
         cons=flat,
         in_ptr=in_ptr,
@@ -116,6 +117,12 @@ def _storages(tasks: Tasks, renumber: Ids, restore: Ids, added: Ids) -> I32:
     storage[renumber] = restore[tasks.carrier_storage]
     storage[added] = tasks.storage_ptr[1:] + np.arange(len(added))
     return storage
+
+
+def _over(tasks: Tasks, restore: Ids) -> I32:
+    over = tasks.storage_over.copy()
+    over[over >= 0] = restore[over[over >= 0]]
+    return over
 
 
 def _wider(wires: Wires, ends: I32) -> Wires:

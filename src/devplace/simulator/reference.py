@@ -8,16 +8,18 @@ Rules, in the order they apply at each instant `t`:
 2. Transfers that arrive at `t` are handled: readers there may become ready; the sender's copy is
    released.
 3. Every device with a free stream starts its ready ops, larger priority first, then smaller index.
-   A start takes memory for outputs and workspace.
+   A start takes memory for outputs and workspace; not for an output computed over a source that
+   nothing else reads any more, which is one piece of memory (devices with fixed buffers).
 4. Memory is looked at. (So what is freed at an instant can be used again at the same instant.)
 
 A transfer waits for its link and the link's channels. It occupies the link for its duration and
 the channels for bytes / bandwidth, which may be less, and arrives a latency after its end; links
 and channels serve in the order of requests. On a link with a copy engine, transfers below the
 engine's size have a lane of their own: they wait for each other, but not for channels. The
-receive buffer is taken when a transfer is requested and freed when its last reader there has ended;
-the sender keeps the tensor until it has arrived. The transfer's overhead on a compute stream is
-paid by the next op that starts there.
+receive buffer is taken when a transfer is requested and freed when its last reader there has ended,
+except on devices that keep them: there all of a step's receive buffers are held from its start to
+its end. The sender keeps the tensor until it has arrived. The transfer's overhead on a compute
+stream is paid by the next op that starts there.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ class _State:
     missing: list[int] = field(default_factory=list)
     references: dict[int, int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)
+    in_place: set[int] = field(default_factory=set)
     events: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     transfers: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
 
@@ -131,6 +135,7 @@ def simulate_core(core: Core, device: NDArray[np.int32], priority: I64) -> CoreT
                 _finish(state, item)
             else:
                 _arrive(state, item, destination)
+    _add_kept(state, peak, pool_peak, history)
     return CoreTimeline(
         start_ns=start,
         finish_ns=finish,
@@ -168,6 +173,8 @@ def _start(core: Core, device: NDArray[np.int32], priority: I64) -> _State:
     state.ready = [[] for _ in range(count)]
     state.running, state.debt, state.memory = [0] * count, [0] * count, [0] * count
     state.shown = [-1] * count
+    used = set(state.device)
+    state.kept = [int(core.wires.held_bytes[d]) if d in used else 0 for d in range(count)]
     state.channel_free = [0] * core.wires.num_channels
     state.missing = [_num_inputs(core, task) for task in range(len(device))]
     tasks = core.tasks
@@ -193,7 +200,11 @@ def _make_ready(state: _State, task: int) -> None:
 def _allocate(state: _State, task: int) -> None:
     tasks, d = state.core.tasks, state.device[task]
     for storage in range(tasks.storage_ptr[task], tasks.storage_ptr[task + 1]):
-        state.memory[d] += int(tasks.storage_bytes[storage])
+        over = int(tasks.storage_over[storage])
+        if over >= 0 and state.core.wires.fixed_buffers[d] and state.references.get(over) == 1:
+            state.in_place.add(storage)
+        else:
+            state.memory[d] += int(tasks.storage_bytes[storage])
     state.memory[d] += int(tasks.workspace_bytes[task])
 
 
@@ -204,6 +215,8 @@ def _finish(state: _State, task: int) -> None:
         _release(state, int(tasks.in_carrier[index]), d)
     first, last = tasks.storage_ptr[task], tasks.storage_ptr[task + 1]
     for storage in range(first, last):
+        if storage in state.in_place:  # takes the place of the source released just now
+            state.memory[d] += int(tasks.storage_bytes[storage])
         state.references[storage] = int(tasks.storage_held[storage])
     for carrier in range(tasks.out_ptr[task], tasks.out_ptr[task + 1]):
         storage = int(tasks.carrier_storage[carrier])
@@ -246,7 +259,10 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
         state.channel_free[c] = free + int(wires.channel_ns[kind, carrier])
     arrival = end + int(wires.latency_ns[d, e])
     state.debt[d] += int(wires.send_ns[kind, carrier])
-    state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
+    if wires.fixed_buffers[e]:
+        state.kept[e] += int(state.core.tasks.carrier_bytes[carrier])
+    else:
+        state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
     state.copies[carrier, e] = 0
     state.transfers.append((carrier, d, e, state.now, begin, arrival))
     heapq.heappush(state.events, (arrival, 1, 0, carrier, e))
@@ -278,7 +294,7 @@ def _release(state: _State, carrier: int, d: int) -> None:
             state.memory[d] -= int(tasks.storage_bytes[storage])
         return
     state.copies[carrier, d] -= 1
-    if state.copies[carrier, d] == 0:
+    if state.copies[carrier, d] == 0 and not state.core.wires.fixed_buffers[d]:
         state.memory[d] -= int(tasks.carrier_bytes[carrier])
 
 
@@ -295,3 +311,14 @@ def _look_at_memory(
             pools[state.core.wires.pool[d]] += used
     for p, used in enumerate(pools):
         pool_peak[p] = max(int(pool_peak[p]), used)
+
+
+def _add_kept(
+    state: _State, peak: I64, pool_peak: I64, history: list[tuple[int, int, int]]
+) -> None:
+    """What is held from the first instant to the last raises every number alike."""
+    for d, kept in enumerate(state.kept):
+        peak[d] += kept
+        if state.core.wires.pool[d] >= 0:
+            pool_peak[state.core.wires.pool[d]] += kept
+    history[:] = [(when, d, used + state.kept[d]) for when, d, used in history]

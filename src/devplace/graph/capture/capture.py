@@ -50,7 +50,9 @@ def capture(
 
     With an optimizer it is a training step, with only a loss function an evaluation of the loss,
     with neither an inference. Nothing is computed and nothing changes: model, optimizer and every
-    random generator are afterwards as before, and the model may be on the meta device.
+    random generator are afterwards as before, and the model may be on the meta device. The step is
+    captured for CUDA if any parameter, buffer or input is there; what is too large for a GPU may
+    stay on the CPU.
 
     Args:
         model: The module; its training flag is respected.
@@ -165,7 +167,7 @@ def _device_type(sources: Sources, leaves: list[Any], wanted: str | None) -> str
     known = [*sources.parameters.values(), *sources.buffers.values()]
     known += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kinds = [t.device.type for t in known if t.device.type != "meta"]
-    kind = wanted or (kinds[0] if kinds else "cpu")
+    kind = wanted or ("cuda" if "cuda" in kinds else (kinds[0] if kinds else "cpu"))
     if kind == "cuda" and not torch.backends.cuda.is_built():
         raise CaptureError("This build of torch has no CUDA: capture a model on the CPU or 'meta'.")
     return kind

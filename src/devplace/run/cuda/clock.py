@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,18 @@ from devplace.run.schedule import Schedule
 from devplace.run.timeline import MeasuredTimeline, make_timeline
 
 CALIBRATIONS = 20
+
+
+class Clock(Protocol):
+    """Notes when something happened on a device."""
+
+    def stamp(self, kind: str, what: int = -1) -> None:
+        """Note the time: `begin`, `op`, `wait`, `send` or `sent`."""
+        ...
+
+    def records(self) -> list[tuple[str, int, int]]:
+        """(kind, what, ns) in the order they were asked for; the step must have ended."""
+        ...
 
 
 class DeviceClock:
@@ -41,7 +53,7 @@ class DeviceClock:
         return [(*what, when) for what, when in zip(self._what, times, strict=True)]
 
 
-Clocks = Mapping[int, DeviceClock]
+Clocks = Mapping[int, Clock]
 
 
 def make_clocks(schedule: Schedule, devices: Mapping[int, CudaDevice]) -> dict[int, DeviceClock]:
@@ -55,7 +67,7 @@ def make_clocks(schedule: Schedule, devices: Mapping[int, CudaDevice]) -> dict[i
 
 
 @contextmanager
-def timed_transfer(clock: DeviceClock | None, transfer: int) -> Iterator[None]:
+def timed_transfer(clock: Clock | None, transfer: int) -> Iterator[None]:
     """Stamps around a transfer, if there is a clock."""
     if clock is not None:
         clock.stamp("send", transfer)
@@ -85,29 +97,30 @@ def offset_ns(device: CudaDevice) -> int:
 def collect(schedule: Schedule, clocks: Clocks, offsets_ns: Mapping[int, int]) -> MeasuredTimeline:
     """Timeline of a step from the stamps of all devices.
 
-    An op begins at the stamp before its own in the stream of the ops.
+    An op begins at the stamp before its own in the stream of the ops. A transfer through host
+    memory ends with the last of its stamps, the receiver's.
 
     Args:
         schedule: What every device did.
         clocks: Device -> its stamps.
-        offsets_ns: Device -> what to add to them.
+        offsets_ns: Device -> what to add to them; a CPU device needs nothing.
     """
     ops: list[tuple[int, int, int]] = []
-    transfers = [(0, 0)] * len(schedule.transfers)
+    sent: dict[int, list[int]] = {}
     begins, ends = [], []
     for index, clock in clocks.items():
         last = 0
         for kind, what, when in clock.records():
-            now = when + offsets_ns[index]
-            if kind == "send":
-                transfers[what] = (now, now)
-            elif kind == "sent":
-                transfers[what] = (transfers[what][0], now)
+            now = when + offsets_ns.get(index, 0)
+            if kind in ("send", "sent"):
+                sent.setdefault(what, []).append(now)
             else:
                 if kind == "op":
                     ops.append((what, last, now))
                 last = now
                 begins.append(now)
             ends.append(now)
-    num_ops = len(schedule.graph.ops)
-    return make_timeline(num_ops, ops, transfers, min(begins, default=0), max(ends, default=0))
+    num_ops, begin = len(schedule.graph.ops), min(begins, default=0)
+    stamps = [sent.get(transfer, [begin]) for transfer in range(len(schedule.transfers))]
+    transfers = [(min(times), max(times)) for times in stamps]
+    return make_timeline(num_ops, ops, transfers, begin, max(ends, default=0))

@@ -13,6 +13,10 @@ from devplace.run.copies import shrunk_strides
 FLAG_STRIDE = 32  # int32 words: flags lie 128 bytes apart, in cache lines of their own
 
 
+# Libraries keep a work buffer per stream for good, so streams are used again.
+_idle_streams: dict[str, list[Any]] = {}
+
+
 class CudaDevice:
     """What the executor holds of one GPU.
 
@@ -23,10 +27,12 @@ class CudaDevice:
         buffers: Source op -> its value between steps; the address stays.
     """
 
-    def __init__(self, index: int, name: str) -> None:
+    def __init__(self, index: int, name: str, is_new_stream: bool = False) -> None:
         self.index = index
         self.torch_device = torch.device(name)
-        self.main = torch.cuda.Stream(self.torch_device)
+        idle = _idle_streams.setdefault(name, [])
+        reuses = idle and not is_new_stream
+        self.main = idle.pop() if reuses else torch.cuda.Stream(self.torch_device)
         self.buffers: dict[int, Any] = {}
 
     @contextmanager
@@ -64,6 +70,10 @@ class CudaDevice:
         """Wait for everything started here."""
         self.main.synchronize()
 
+    def give_up_stream(self) -> None:
+        """Leave the stream to others; nothing may be started here any more."""
+        _idle_streams[str(self.torch_device)].append(self.main)
+
 
 class Flags:
     """Arrival flags and step counter of one receiver.
@@ -73,6 +83,7 @@ class Flags:
         torch_device: The receiver.
 
     Attributes:
+        slots: Transfer -> place of its counter.
         counters: Counters that pushes count up, FLAG_STRIDE words apart; int32.
         blocks: How much a push adds to each counter, int32 `[num_transfers]`.
         epoch: Steps begun, int32 `[1]`; the device's own graph counts it up.
@@ -82,7 +93,7 @@ class Flags:
 
     def __init__(self, transfers: list[int], torch_device: Any) -> None:
         self._transfers = transfers
-        self._slot = {transfer: k for k, transfer in enumerate(transfers)}
+        self.slots = {transfer: k for k, transfer in enumerate(transfers)}
         count = max(1, len(transfers))
         self.counters = torch.zeros(count * FLAG_STRIDE, dtype=torch.int32, device=torch_device)
         self.blocks = torch.ones(count, dtype=torch.int32, device=torch_device)
@@ -92,11 +103,11 @@ class Flags:
 
     def slot(self, transfer: int) -> int:
         """Place of a transfer's counter."""
-        return self._slot[transfer]
+        return self.slots[transfer]
 
     def counter(self, transfer: int) -> Any:
         """The counter of a transfer."""
-        at = self._slot[transfer] * FLAG_STRIDE
+        at = self.slots[transfer] * FLAG_STRIDE
         return self.counters[at : at + 1]
 
     def set_blocks(self, blocks: Mapping[int, int]) -> None:

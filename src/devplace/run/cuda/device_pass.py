@@ -9,9 +9,10 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.codegen import last_uses
-from devplace.run.cuda.clock import DeviceClock
+from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
+from devplace.run.write_back import DeviceWrites, WriteBack, out_overload
 
 
 class Carrier(Protocol):
@@ -29,6 +30,35 @@ class Carrier(Protocol):
         """Make what was received usable; tells whether the stream waits for it."""
         ...
 
+    def join(self, transfer: int) -> None:
+        """Let the stream go on only when this tensor has left."""
+        ...
+
+    def finish(self) -> None:
+        """Let the stream go on only when every tensor has left."""
+        ...
+
+
+class StateWrites:
+    """How the state of one device changes hands in a step.
+
+    Args:
+        writes: What may be written back, and when.
+        is_trial: Whether the new state is only made and dropped, as when a step is tried.
+        strides: Result -> strides of its value as the op itself lays it out. A step notes them,
+            later ones compute in place where the old value lies just so.
+    """
+
+    def __init__(
+        self,
+        writes: DeviceWrites,
+        is_trial: bool = False,
+        strides: dict[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.writes = writes
+        self.is_trial = is_trial
+        self.strides = {} if strides is None else strides
+
 
 class DevicePass:
     """A step of one device; the caller has set device and stream.
@@ -40,6 +70,7 @@ class DevicePass:
         sources: Value of every source op held there.
         carrier: Brings tensors.
         random: Its random ops.
+        state: How sources are replaced.
         clock: Takes the time of ops, if there is one.
     """
 
@@ -51,7 +82,8 @@ class DevicePass:
         sources: dict[int, Any],
         carrier: Carrier,
         random: RandomOps,
-        clock: DeviceClock | None = None,
+        state: StateWrites,
+        clock: Clock | None = None,
     ) -> None:
         self._schedule = schedule
         self._device = device
@@ -59,6 +91,7 @@ class DevicePass:
         self._sources = sources
         self._carrier = carrier
         self._random = random
+        self._state = state
         self._clock = clock
         self._values: dict[Any, Any] = {}
         self._instructions = schedule.instructions[device]
@@ -83,19 +116,60 @@ class DevicePass:
         elif kind == "receive":
             self._values[node] = self._carrier.receive(transfer)
         else:
-            self._values[node] = self._call(node)
+            self._values[node] = self._call(node, self._target_in_place(index))
             self._note(node)
+        for write in self._state.writes.after.get(index, ()):
+            self._write(write)
+        for dead in self._state.writes.drops.get(index, ()):
+            del self._values[dead]
         for dead in self._dead_after.get(index, ()):
             del self._values[dead]
 
-    def results(self) -> list[tuple[int, Any]]:
-        """(result index, value) of the results found here; those in borrowed memory are copied."""
+    def finish(self) -> list[tuple[int, Any]]:
+        """End the step; gives (result index, value) of the results that replace nothing.
+
+        Those in memory of a source are copied before it is overwritten.
+        """
         self._flush()
-        borrowed = self._schedule.borrowed
-        return [
-            (index, self._values[node].clone() if index in borrowed else self._values[node])
+        graph = self._schedule.graph
+        kept = [
+            (index, self._own(index, node))
             for index, node in self._schedule.results[self._device]
+            if graph.results[index].replaces < 0
         ]
+        late = [] if self._state.is_trial else list(self._state.writes.at_end)
+        values = [self._own(write.result, write.node) for write in late]
+        self._carrier.finish()
+        for write, value in zip(late, values, strict=True):
+            if self._sources[write.source] is not value:
+                self._sources[write.source].copy_(value)
+        self._values.clear()
+        return kept
+
+    def _own(self, result: int, node: Any) -> Any:
+        value = self._values[node]
+        return value.clone() if result in self._schedule.borrowed else value
+
+    def _target_in_place(self, index: int) -> WriteBack | None:
+        """The write-back that this instruction's op may do itself, in its own layout."""
+        write = self._state.writes.in_place(index)
+        if write is None or self._state.is_trial:
+            return None
+        known = self._state.strides.get(write.result)
+        return write if known == self._sources[write.source].stride() else None
+
+    def _write(self, write: WriteBack) -> None:
+        value, buffer = self._values[write.node], self._sources[write.source]
+        if value is buffer:
+            return
+        self._state.strides[write.result] = value.stride()
+        if self._state.is_trial:
+            return
+        for transfer in write.pushes:
+            self._carrier.join(transfer)
+        buffer.copy_(value)
+        if write.may_stand_in and value.stride() == buffer.stride():
+            self._values[write.node] = buffer  # its own memory is free for what comes next
 
     def _flush(self) -> None:
         if self._carrier.flush() and self._clock is not None:
@@ -108,13 +182,19 @@ class DevicePass:
         if not self._schedule.graph.ops[op].is_view:
             self._clock.stamp("op", op)
 
-    def _call(self, node: Any) -> Any:
+    def _call(self, node: Any, write: WriteBack | None = None) -> Any:
         args = torch.fx.node.map_aggregate(node.args, self._argument)
         kwargs = torch.fx.node.map_aggregate(node.kwargs, self._argument)
         try:
             if self._random.draws(node.name):
                 return self._random.draw(node.name, node.target, args, kwargs)
-            return node.target(*args, **kwargs)
+            if write is None:
+                return node.target(*args, **kwargs)
+            for transfer in write.pushes:
+                self._carrier.join(transfer)
+            into = out_overload(node.target)
+            assert into is not None
+            return into(*args, **kwargs, out=self._sources[write.source])
         except Exception as error:
             raise ExecutionError(describe_op(self._schedule, self._device, node, error)) from error
 

@@ -1,18 +1,27 @@
-"""A step without CUDA graphs: one host thread starts every op and copy, streams keep the order."""
+"""A step without CUDA graphs: one host thread starts every op and copy, streams keep the order.
+
+That thread also runs the ops of CPU devices, one after another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from devplace.run.copies import pack_tensor
 from devplace.run.cuda.clock import Clocks, timed_transfer
 from devplace.run.cuda.device import CudaDevice, empty_like_layout
-from devplace.run.cuda.device_pass import DevicePass
+from devplace.run.cuda.device_pass import DevicePass, StateWrites
+from devplace.run.cuda.host import HostDevice
+from devplace.run.cuda.memory import MemoryMeter
 from devplace.run.cuda.push import words_of
 from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.routes import Route
 from devplace.run.linear import Place
 from devplace.run.schedule import Schedule
+from devplace.run.write_back import DeviceWrites
+
+AnyDevice = CudaDevice | HostDevice
 
 
 class EagerRunner:
@@ -20,9 +29,11 @@ class EagerRunner:
 
     Args:
         schedule: What every device does.
-        devices: The GPUs that do something, by index.
+        devices: The devices that do something, by index: GPUs, and CPU devices beside them.
         random: Their random ops.
         order: All instructions, of `linear_order`.
+        writes: How each device replaces its sources.
+        routes: Way of every transfer.
     """
 
     mode = "eager"
@@ -30,33 +41,58 @@ class EagerRunner:
     def __init__(
         self,
         schedule: Schedule,
-        devices: Mapping[int, CudaDevice],
+        devices: Mapping[int, AnyDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
+        writes: tuple[DeviceWrites, ...],
+        routes: Sequence[Route],
     ) -> None:
         self._schedule = schedule
         self._devices = devices
         self._random = random
         self._order = order
+        self._writes = writes
+        self._routes = routes
         self.layouts: dict[int, Any] = {}
+        self.strides: dict[int, tuple[int, ...]] = {}
+        self.reserved_peak_bytes: dict[int, int] = {}
 
     def run(self, number: int, clocks: Clocks | None = None) -> dict[int, Any]:
         """Run a step and take over its state; gives the results that replace nothing."""
-        graph, kept = self._schedule.graph, {}
-        for index, found in self.compute(number, clocks or {}).items():
-            device = self._devices[index]
-            with device.current():
-                for result, value in found:
-                    source = graph.results[result].replaces
-                    if source < 0:
-                        kept[result] = (device, value)
-                    elif device.buffers[source] is not value:
-                        device.buffers[source].copy_(value)
-        return {result: device.hand_over(value) for result, (device, value) in kept.items()}
+        kept = self._compute(number, clocks or {}, is_trial=False)
+        return {
+            result: self._devices[index].hand_over(value)
+            for index, found in kept.items()
+            for result, value in found
+        }
 
-    def compute(self, number: int, clocks: Clocks) -> dict[int, list[tuple[int, Any]]]:
-        """Run a step and leave the state as it is; gives each device's results."""
-        carrier = _Copies(self._schedule, self._devices, self.layouts, clocks)
+    def rehearse(self, number: int) -> dict[int, int]:
+        """Run a step, leave the state as it is, and learn layouts (`layouts`, `strides`).
+
+        Returns:
+            Device -> most bytes that it allocated at once, apart from received tensors and from
+            what stays (work buffers of libraries), in blocks above 1 MiB.
+        """
+        meters = {
+            index: MemoryMeter(device)
+            for index, device in self._devices.items()
+            if isinstance(device, CudaDevice)
+        }
+        self._compute(number, {}, is_trial=True, meters=meters)
+        peaks = {index: meter.peak_bytes() for index, meter in meters.items()}
+        self.reserved_peak_bytes = {i: meter.reserved_peak_bytes for i, meter in meters.items()}
+        return peaks
+
+    def _compute(
+        self,
+        number: int,
+        clocks: Clocks,
+        is_trial: bool,
+        meters: Mapping[int, MemoryMeter] | None = None,
+    ) -> dict[int, list[tuple[int, Any]]]:
+        carrier = _Copies(
+            self._schedule, self._devices, self._routes, self.layouts, clocks, meters or {}
+        )
         passes = {}
         for index, device in self._devices.items():
             random = self._random[index]
@@ -69,6 +105,7 @@ class EagerRunner:
                     device.buffers,
                     carrier,
                     random,
+                    StateWrites(self._writes[index], is_trial, self.strides),
                     clocks.get(index),
                 )
         for index, instruction in self._order:
@@ -77,11 +114,15 @@ class EagerRunner:
         results = {}
         for index, device in self._devices.items():
             with device.current():
-                results[index] = passes[index].results()
+                results[index] = passes[index].finish()
         return results
 
     def failed_transfer(self) -> int | None:
         """Copies by stream order always come."""
+        return None
+
+    def host_failure(self) -> BaseException | None:
+        """Failures of ops are raised at once."""
         return None
 
     def close(self) -> None:
@@ -94,14 +135,18 @@ class _Copies:
     def __init__(
         self,
         schedule: Schedule,
-        devices: Mapping[int, CudaDevice],
+        devices: Mapping[int, AnyDevice],
+        routes: Sequence[Route],
         layouts: dict[int, Any],
         clocks: Clocks,
+        meters: Mapping[int, MemoryMeter],
     ) -> None:
         self._schedule = schedule
         self._devices = devices
+        self._routes = routes
         self._layouts = layouts
         self._clocks = clocks
+        self._meters = meters
         self._arrived: dict[int, Any] = {}
 
     def send(self, transfer: int, value: Any) -> None:
@@ -109,14 +154,33 @@ class _Copies:
         sender = self._devices[self._schedule.transfers[transfer].src]
         dense = pack_tensor(value)
         with receiver.current():
-            buffer = empty_like_layout(dense, receiver.torch_device)
+            buffer = self._buffer(dense, receiver)
             with sender.current(), timed_transfer(self._clocks.get(sender.index), transfer):
-                words_of(buffer).copy_(words_of(dense), non_blocking=True)
+                words = words_of(dense)
+                if self._routes[transfer] == "staged":
+                    words = words.cpu()  # the direct link may be faulty
+                is_direct = self._routes[transfer] == "peer"
+                words_of(buffer).copy_(words, non_blocking=is_direct)
         self._layouts.setdefault(transfer, empty_like_layout(buffer, "meta"))
         self._arrived[transfer] = buffer
 
+    def _buffer(self, dense: Any, receiver: AnyDevice) -> Any:
+        meter = self._meters.get(receiver.index)
+        if meter is None:
+            return empty_like_layout(dense, receiver.torch_device)
+        with meter.keeping_received():
+            buffer = empty_like_layout(dense, receiver.torch_device)
+        meter.received.append(buffer)
+        return buffer
+
     def receive(self, transfer: int) -> Any:
         return self._arrived.pop(transfer)
+
+    def join(self, transfer: int) -> None:
+        """The sender's own stream makes the copies."""
+
+    def finish(self) -> None:
+        """As `join`."""
 
     def flush(self) -> bool:
         return True  # the stream may wait for a copy

@@ -1,41 +1,71 @@
-"""Runs a schedule on CUDA devices."""
+"""Runs a schedule on CUDA devices, and on CPU devices beside them."""
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 
-from devplace.errors import ExecutionError, InputError
+from devplace.errors import (
+    DeviceLostError,
+    DeviceMemoryError,
+    ExecutionError,
+    GraphCaptureError,
+    InputError,
+    LateTensorError,
+)
 from devplace.run.cpu import StepOutcome
-from devplace.run.cuda.clock import collect, make_clocks, offset_ns
+from devplace.run.cuda.clock import Clock, collect, make_clocks, offset_ns
 from devplace.run.cuda.device import CudaDevice
-from devplace.run.cuda.eager import EagerRunner
+from devplace.run.cuda.eager import AnyDevice, EagerRunner
+from devplace.run.cuda.failures import (
+    forget_frames,
+    is_lasting,
+    is_out_of_memory,
+    lost_device_error,
+    memory_error,
+    step_error,
+)
 from devplace.run.cuda.flagged import Mailroom
 from devplace.run.cuda.graphs import GraphRunner
+from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
+from devplace.run.cuda.memory import DeviceMemory, device_memory
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.linear import linear_order
-from devplace.run.schedule import Schedule
+from devplace.run.schedule import Schedule, is_cpu, stored_sources
+from devplace.run.write_back import write_backs
 
 
 class CudaExecutor:
     """Runs a schedule on CUDA devices and keeps parameters, buffers and state between steps.
 
-    Every device's ops are captured once, in plan order, into a CUDA graph of its own. Tensors are
+    Every GPU's ops are captured once, in plan order, into a CUDA graph of its own. Tensors are
     pushed into fixed buffers of their receivers, which wait for them on the device. A step that
-    cannot be captured runs op by op. Devices of the schedule that run nothing are not touched.
+    cannot be captured runs op by op. Ops on CPU devices are run by host threads beside the graphs.
+    Tensors from and to CPU devices, and between GPUs without peer access, go through pinned host
+    memory. Devices of the schedule that run nothing are not touched.
 
     Args:
-        schedule: What every device does; its device names are torch device names.
+        schedule: What every device does; its device names are torch device names, those of CPU
+            devices `cpu:0`, `cpu:1` and so on.
         seed: Seed of the random ops.
         waits: Whether `step` waits for its end. If not, a failure shows in a later call.
         wait_limit_s: How long a device may wait for a tensor, s.
         uses_graphs: Whether CUDA graphs are tried at all.
         push: Carries a tensor to another GPU (for tests of faulty links).
+        needs_graphs: Whether a step that cannot be captured is refused.
+        predicted_bytes: Device name -> peak that the plan predicted, for messages.
+        staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used.
 
     Raises:
-        InputError: Ops on a device that is no CUDA device, is missing, or is listed twice.
+        InputError: Ops on a device that is neither GPU nor CPU, is missing, or is listed twice.
+        PlanError: An op on a CPU device has no CPU form, or draws random numbers.
     """
 
     def __init__(
@@ -47,6 +77,9 @@ class CudaExecutor:
         wait_limit_s: float = 10.0,
         uses_graphs: bool = True,
         push: Push = push,
+        needs_graphs: bool = False,
+        predicted_bytes: Mapping[str, int] | None = None,
+        staged_pairs: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         self.schedule = schedule
         self.seed = seed
@@ -55,15 +88,32 @@ class CudaExecutor:
         self._waits = waits
         self._wait_limit_s = wait_limit_s
         self._push = push
+        self._needs_graphs = needs_graphs
+        self._predicted_bytes = dict(predicted_bytes or {})
+        self._lost: DeviceLostError | None = None
+        self._doing = "Holding the state"
+        self._reserved_peak: dict[int, int] = {}
         self._number = 0
         self._is_closed = False
         self._missing = set(schedule.holders)
         active = [index for index, some in enumerate(schedule.instructions) if some]
         _check_devices([schedule.device_names[index] for index in active])
-        self._devices = {index: CudaDevice(index, schedule.device_names[index]) for index in active}
+        check_cpu_ops(schedule, has_cpu_form)
+        hosts = [index for index in active if is_cpu(schedule.device_names[index])]
+        self._hosts = {
+            index: HostDevice(index, frozenset(schedule.graph.replaced)) for index in hosts
+        }
+        self._devices = {
+            index: CudaDevice(index, schedule.device_names[index])
+            for index in active
+            if index not in self._hosts
+        }
+        self._all: dict[int, AnyDevice] = {**self._hosts, **self._devices}
+        self._routes = find_routes(schedule, have_peer_access, staged_pairs)
         self._idle: dict[int, Any] = {}
         self._random = self._make_random()
         self._order = linear_order(schedule)
+        self._writes = write_backs(schedule)
         self._runner: EagerRunner | GraphRunner | None = None
 
     @property
@@ -78,24 +128,35 @@ class CudaExecutor:
             op: Index of the source op.
             value: Its tensor, on any torch device.
         """
-        for index in self.schedule.holders[op]:
-            if index in self._devices:
-                self._devices[index].put(op, value)
-            else:
-                self._idle[op] = value.detach().clone()
-            self.put_count[op] = self.put_count.get(op, 0) + 1
-        self._missing.discard(op)
+        self._raise_lost()
+        try:
+            for index in self.schedule.holders[op]:
+                if index in self._all:
+                    self._all[index].put(op, value)
+                else:
+                    self._idle[op] = value.detach().clone()
+                self.put_count[op] = self.put_count.get(op, 0) + 1
+        except RuntimeError as error:
+            failure = self._failure("Holding the state", error)
+        else:
+            self._missing.discard(op)
+            return
+        self._fail(failure)
 
     def get(self, op: int) -> Any:
         """The present value of a source op, as held on its home; not a copy."""
         holders = self.schedule.holders[op]
         home = self.schedule.device_of_op[op]
         index = home if home in holders else holders[0]
-        if index not in self._devices:
+        if index not in self._all:
             return self._idle[op]
-        self._devices[index].synchronize()
-        self._raise_failure()
-        return self._devices[index].buffers[op]
+        self.synchronize()
+        if op in self._missing:
+            raise ExecutionError(
+                f"The value of {self.schedule.graph.ops[op].name!r} was lost with a step that "
+                "failed. Load the state again."
+            )
+        return self._all[index].buffers[op]
 
     def step(self, number: int, is_timed: bool = False) -> StepOutcome:
         """Run one step on the values put, and keep what it leaves behind for the next.
@@ -106,24 +167,91 @@ class CudaExecutor:
 
         Raises:
             ExecutionError: An op failed or a tensor did not come; the state must be put again.
+            DeviceMemoryError: Too little memory; what was held is given back.
+            DeviceLostError: A device cannot be used any more in this process.
         """
+        self._raise_lost()
         if self._is_closed:
             raise ExecutionError("A closed step cannot run: its graphs are gone. Compile again.")
         self._raise_failure()
         self._check_complete()
         self._number = number
-        with torch.no_grad():
-            try:
+        try:
+            with torch.no_grad():
                 if self._runner is None:
                     self._runner = self._make_runner(number)
-                outcome = self._run_timed(number) if is_timed else self._run(number)
-            except RuntimeError as error:
-                self._lose_state()
-                raise ExecutionError(
-                    f"Step {number} failed: {str(error).splitlines()[0]}. The state is lost; load "
-                    "it again."
-                ) from error
-        return outcome
+                self._doing = f"Step {number}"
+                return self._run_timed(number) if is_timed else self._run(number)
+        except LateTensorError:
+            raise
+        except (RuntimeError, ExecutionError) as error:
+            failure = self._failure(self._doing, error)
+        except BaseException:  # such as the user's interrupt
+            self._lose_state()
+            raise
+        self._fail(failure)
+
+    def _failure(self, what: str, error: BaseException) -> ExecutionError:
+        """The error to raise once the one that happened, and what it holds, is forgotten."""
+        if isinstance(error, (DeviceLostError, DeviceMemoryError)):
+            return error
+        names = tuple(str(device.torch_device) for device in self._devices.values())
+        if is_lasting(error):
+            return lost_device_error(what, error)
+        if is_out_of_memory(error):
+            found = memory_error(what, error, self._predicted_bytes, names)
+            forget_frames(error)
+            return found
+        failure = step_error(self._number, error)
+        if failure is not error:
+            failure.__cause__ = error
+        return failure
+
+    def _fail(self, failure: ExecutionError) -> NoReturn:
+        """Note what is lost, give memory back, and raise."""
+        self._lose_state()
+        if isinstance(failure, DeviceLostError):
+            self._lost = failure
+        elif isinstance(failure, DeviceMemoryError):
+            self._release()
+        raise failure
+
+    def _raise_lost(self) -> None:
+        if self._lost is not None:
+            raise DeviceLostError(str(self._lost))
+
+    def _release(self) -> None:
+        """Give back everything held on the devices."""
+        with suppress(RuntimeError):
+            for device in self._devices.values():
+                device.synchronize()
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+        for place in self._all.values():
+            place.buffers.clear()
+        self._missing = set(self.schedule.holders)
+        self._random = self._make_random()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def measured_memory(self) -> tuple[DeviceMemory, ...]:
+        """Memory of every GPU in use, beside what was needed at once; see `DeviceMemory`."""
+        found = []
+        for index, device in self._devices.items():
+            self._note_reserved()
+            peak = pool = 0
+            if isinstance(self._runner, GraphRunner):
+                peak = self._runner.step_peak_bytes[index]
+                pool, _ = self._runner.pool_bytes(index)
+            found.append(device_memory(device, peak, self._reserved_peak[index], pool))
+        return tuple(found)
+
+    def _note_reserved(self) -> None:
+        """Torch's counters are reset at times; remember what they have reached."""
+        for index, device in self._devices.items():
+            seen = int(torch.cuda.max_memory_reserved(device.torch_device))
+            self._reserved_peak[index] = max(seen, self._reserved_peak.get(index, 0))
 
     def _run(self, number: int) -> StepOutcome:
         assert self._runner is not None
@@ -134,7 +262,8 @@ class CudaExecutor:
 
     def _run_timed(self, number: int) -> StepOutcome:
         assert self._runner is not None
-        clocks = make_clocks(self.schedule, self._devices)
+        clocks: dict[int, Clock] = dict(make_clocks(self.schedule, self._devices))
+        clocks |= {index: HostClock() for index in self._hosts}
         offsets = {index: offset_ns(device) for index, device in self._devices.items()}
         results = self._runner.run(number, clocks)
         self.synchronize()
@@ -146,56 +275,101 @@ class CudaExecutor:
         Raises:
             ExecutionError: A tensor did not come in time.
         """
-        for device in self._devices.values():
-            device.synchronize()
-        self._raise_failure()
+        self._raise_lost()
+        try:
+            for device in self._all.values():
+                device.synchronize()
+        except RuntimeError as error:
+            failure = self._failure("A step", error)
+        else:
+            self._raise_failure()
+            return
+        self._fail(failure)
 
     def close(self) -> None:
         """Free graphs and threads; the executor cannot step any more."""
-        for device in self._devices.values():
-            device.synchronize()
+        if self._is_closed:
+            return
         self._is_closed = True
+        if self._lost is None:
+            for host in self._hosts.values():
+                host.synchronize()
+            for device in self._devices.values():
+                device.synchronize()
+                device.give_up_stream()
         if self._runner is not None:
             self._runner.close()
 
     def _make_random(self) -> dict[int, RandomOps]:
         names = self.schedule.graph.program.random_ops
         random = {}
-        for index, device in self._devices.items():
+        for index, device in self._all.items():
             used = {node.name for _, node, _ in self.schedule.instructions[index]}
             random[index] = RandomOps(names, used, device.torch_device, self.seed)
         return random
 
     def _make_runner(self, number: int) -> EagerRunner | GraphRunner:
         """A step without graphs first: it warms libraries up and shows how tensors are laid out."""
-        eager = EagerRunner(self.schedule, self._devices, self._random, self._order)
+        self._doing = "Warming up"
+        eager = self._make_eager()
         if self.reason:
             return eager
-        if not self._have_peer_access():
-            self.reason = "no peer access between the devices"
-            return eager
-        eager.compute(number, {})
-        for device in self._devices.values():
-            device.synchronize()
+        arena_bytes = eager.rehearse(number)
+        self._reserved_peak.update(eager.reserved_peak_bytes)
         torch.cuda.empty_cache()
+        self._doing = "Capturing the step"
         try:
             mailroom = Mailroom(
-                self.schedule, self._devices, eager.layouts, self._push, self._wait_limit_s
+                self.schedule,
+                self._devices,
+                eager.layouts,
+                self._push,
+                self._wait_limit_s,
+                self._routes,
             )
-            return GraphRunner(mailroom, self._devices, self._random, self._order)
-        except torch.OutOfMemoryError:
-            raise
+            runner = GraphRunner(
+                mailroom,
+                self._devices,
+                self._random,
+                self._order,
+                self._writes,
+                eager.strides,
+                arena_bytes,
+            )
+            if self._hosts:
+                runner.crew = self._make_crew(mailroom)
+            return runner
         except (ExecutionError, RuntimeError, ImportError) as error:
+            if is_out_of_memory(error) or is_lasting(error):
+                raise
             self.reason = f"the step cannot be captured: {str(error).splitlines()[0]}"
-            self._random = self._make_random()
-            return EagerRunner(self.schedule, self._devices, self._random, self._order)
+        if self._needs_graphs:
+            raise GraphCaptureError(
+                f"Only CUDA graphs were allowed, and {self.reason}. Allow eager mode, or change "
+                "the op that waits for the host."
+            )
+        self._random = self._make_random()
+        return self._make_eager()
 
-    def _have_peer_access(self) -> bool:
-        devices = {index: device.torch_device for index, device in self._devices.items()}
-        return all(
-            torch.cuda.can_device_access_peer(devices[transfer.src], devices[transfer.dst])
-            for transfer in self.schedule.transfers
+    def _make_eager(self) -> EagerRunner:
+        return EagerRunner(
+            self.schedule, self._all, self._random, self._order, self._writes, self._routes
         )
+
+    def _make_crew(self, mailroom: Mailroom) -> HostCrew:
+        return HostCrew(
+            self.schedule,
+            self._hosts,
+            mailroom.board,
+            self._routes,
+            self.seed,
+            mailroom.limit_ns,
+        )
+
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether a failure has cost parameters or state, so that they must be put again."""
+        return self._lost is not None or bool(self._missing & stored_sources(self.schedule))
 
     def _check_complete(self) -> None:
         if self._missing:
@@ -206,18 +380,38 @@ class CudaExecutor:
             )
 
     def _raise_failure(self) -> None:
+        error = self._runner.host_failure() if self._runner is not None else None
+        if error is not None:
+            self._lose_state()
+            raise error
         failed = self._runner.failed_transfer() if self._runner is not None else None
         if failed is None:
             return
         self._lose_state()
         schedule = self.schedule
         tensor, src, dst, num_bytes = schedule.transfers[failed]
-        raise ExecutionError(
+        producer, consumer = self._ends_of(failed)
+        raise LateTensorError(
             f"Transfer of tensor {schedule.graph.tensors[tensor].name!r} ({num_bytes} bytes) from "
-            f"{schedule.device_names[src]} to {schedule.device_names[dst]} did not arrive within "
-            f"{self._wait_limit_s:g} s, in step {self._number} or the one before. The state is "
-            "lost; load it again before the next step."
+            f"{schedule.device_names[src]} (made by {producer!r}) to {schedule.device_names[dst]} "
+            f"(read by {consumer!r}) did not arrive within {self._wait_limit_s:g} s, in step "
+            f"{self._number} or the one before. The state is lost; load it again before the next "
+            "step."
         )
+
+    def _ends_of(self, transfer: int) -> tuple[str, str]:
+        """Names of the op that makes a transferred tensor and of the first that reads it."""
+        schedule, record = self.schedule, self.schedule.transfers[transfer]
+        ops = schedule.graph.ops
+        producer = ops[schedule.graph.producer[record.tensor]].name
+        instructions = schedule.instructions[record.dst]
+        received = next(i.node for i in instructions if i[0] == "receive" and i[2] == transfer)
+        readers = (
+            ops[schedule.graph.program.op_of[node.name]].name
+            for kind, node, _ in instructions
+            if kind == "call" and received in node.all_input_nodes
+        )
+        return producer, next(readers, "the step's results")
 
     def _lose_state(self) -> None:
         self._missing |= set(self.schedule.graph.replaced) & set(self.schedule.holders)
@@ -226,11 +420,12 @@ class CudaExecutor:
 def _check_devices(names: list[str]) -> None:
     for name in names:
         kind, _, index = name.partition(":")
+        if is_cpu(name):
+            continue
         if kind != "cuda" or not index.isdigit():
             raise InputError(
-                f"Ops run either all on CUDA devices or all on logical CPU devices: {name!r} has "
-                f"ops beside {', '.join(other for other in names if other != name)}. Exclude it "
-                "and plan again."
+                f"A step captured for CUDA runs on cuda:0, cuda:1, ... and CPU devices: {name!r} "
+                f"has ops and is neither. Plan for this machine."
             )
         if int(index) >= torch.cuda.device_count():
             raise InputError(
@@ -238,4 +433,10 @@ def _check_devices(names: list[str]) -> None:
                 "Plan for this machine."
             )
     if len(set(names)) < len(names):
-        raise InputError(f"A CUDA device cannot be listed twice: {', '.join(names)}.")
+        raise InputError(f"A device cannot be listed twice: {', '.join(names)}.")
+
+
+@cache
+def have_peer_access(src: str, dst: str) -> bool:
+    """Whether a GPU can store into another's memory."""
+    return bool(torch.cuda.can_device_access_peer(torch.device(src), torch.device(dst)))

@@ -1,17 +1,25 @@
-"""Transfers inside CUDA graphs: pushes beside the ops, waits among them."""
+"""Transfers inside CUDA graphs: pushes beside the ops, waits among them.
+
+Tensors that go through host memory (`routes.py`) take the same places: the sender's copy and flag
+stand where a push would, and the receiver's copy follows the wait. So what `joined_before` proves
+of pushes holds for them.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from devplace.run.copies import pack_tensor
-from devplace.run.cuda.clock import DeviceClock, timed_transfer
+from devplace.run.cuda.clock import Clock, timed_transfer
 from devplace.run.cuda.device import CudaDevice, Flags, empty_like_layout
-from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait
+from devplace.run.cuda.host_push import fetch_from_host, send_to_host, wait_for_host
+from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
+from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait, words_of
+from devplace.run.cuda.routes import Route, neighbours
 from devplace.run.linear import lane_of
 from devplace.run.schedule import Schedule
 
@@ -35,6 +43,10 @@ class Mailroom:
         layouts: Transfer -> a tensor (on any device) laid out as what crosses.
         push: Carries one tensor (another one for tests of faulty links).
         wait_limit_s: How long a tensor may be waited for, s.
+        routes: Way of every transfer.
+
+    Attributes:
+        board: Buffers and flags in host memory.
     """
 
     def __init__(
@@ -44,12 +56,15 @@ class Mailroom:
         layouts: Mapping[int, Any],
         push: Push,
         wait_limit_s: float,
+        routes: Sequence[Route],
     ) -> None:
         self.schedule = schedule
         self.limit_ns = round(wait_limit_s * 1e9)
         self.push = push
         self.buffers: dict[int, Any] = {}
         self.flags: dict[int, Flags] = {}
+        self.routes = routes
+        self.board = self._make_board(devices, layouts)
         for index, device in devices.items():
             arriving = [t for kind, _, t in schedule.instructions[index] if kind == "receive"]
             with device.current():
@@ -65,32 +80,90 @@ class Mailroom:
         """Flags as new; nothing may be running."""
         for flags in self.flags.values():
             flags.reset()
+        self.board.reset()
+
+    def target(self, transfer: int) -> Any:
+        """Where the sender of a transfer puts it."""
+        return self.board.buffers.get(transfer, self.buffers.get(transfer))
+
+    def carry(self, source: Any, transfer: int) -> int:
+        """Put a tensor where it goes, on the current stream of its sender, and raise its flag.
+
+        Returns:
+            How much its flag on the receiver grows by.
+        """
+        if self.routes[transfer] == "peer":
+            return self.push(source, self.buffers[transfer], self.flag(transfer))
+        epoch = self.flags[self.schedule.transfers[transfer].src].epoch
+        send_to_host(source, self.board, transfer, epoch)
+        return 0
+
+    def await_on(self, index: int, transfers: list[int]) -> list[int]:
+        """Wait on the current stream of a receiver; gives those to be fetched from host memory."""
+        flags = self.flags[index]
+        direct = [t for t in transfers if self.routes[t] == "peer"]
+        staged = [t for t in transfers if self.routes[t] != "peer"]
+        for run in neighbours(direct, flags.slots):
+            wait(flags, run, self.limit_ns)
+        for run in neighbours(staged, flags.slots, self.board.slots):
+            wait_for_host(self.board, flags, run, self.limit_ns)
+        return staged
+
+    def fetch(self, transfer: int) -> None:
+        """Bring a tensor from host memory into its receiver's buffer, on its current stream."""
+        epoch = self.flags[self.schedule.transfers[transfer].dst].epoch
+        fetch_from_host(self.board, transfer, self.buffers[transfer], epoch)
 
     def flag(self, transfer: int) -> Any:
         """Flag of a transfer, on its receiver."""
         return self.flags[self.schedule.transfers[transfer].dst].counter(transfer)
 
+    def _make_board(
+        self, devices: Mapping[int, CudaDevice], layouts: Mapping[int, Any]
+    ) -> PinnedBoard:
+        through_host = {
+            transfer: layouts[transfer]
+            for instructions in self.schedule.instructions
+            for kind, _, transfer in instructions
+            if kind == "receive" and self.routes[transfer] in ("staged", "up", "down")
+        }
+        if not through_host:
+            return PinnedBoard({}, plain_bytes)
+        with next(iter(devices.values())).current():
+            return PinnedBoard(through_host)
+
     def _rehearse(self, devices: Mapping[int, CudaDevice]) -> None:
         """Push everything once: compiles and loads the kernels, and counts their blocks."""
         blocks: dict[int, int] = {}
         for transfer, record in enumerate(self.schedule.transfers):
-            buffer = self.buffers[transfer]
-            if buffer.numel():
+            if record.src in devices and self.target(transfer).numel():
                 with devices[record.src].current():
-                    like = empty_like_layout(buffer, devices[record.src].torch_device)
-                    blocks[transfer] = self.push(like, buffer, self.flag(transfer))
+                    target = self.target(transfer)
+                    like = empty_like_layout(target, devices[record.src].torch_device)
+                    words_of(like).zero_()
+                    blocks[transfer] = self.carry(like, transfer)
         for device in devices.values():
             device.synchronize()
         self.reset()
         for device in devices.values():
             torch.cuda.synchronize(device.torch_device)
         for index, device in devices.items():
-            arriving = [t for t, r in enumerate(self.schedule.transfers) if r.dst == index]
-            with device.current():
-                self.flags[index].set_blocks(blocks)
-                if arriving:
-                    wait(self.flags[index], arriving[:1], self.limit_ns)
-            torch.cuda.synchronize(device.torch_device)
+            self._rehearse_receiver(index, device, blocks)
+
+    def _rehearse_receiver(self, index: int, device: CudaDevice, blocks: dict[int, int]) -> None:
+        arriving = [
+            t
+            for t, record in enumerate(self.schedule.transfers)
+            if record.dst == index and self.buffers[t].numel()
+        ]
+        fetched = [t for t in arriving if self.routes[t] != "peer"]
+        with device.current():
+            self.flags[index].set_blocks(blocks)
+            self.await_on(index, [t for t in arriving if self.routes[t] == "peer"][:1])
+            self.await_on(index, fetched[:1])
+            for transfer in fetched:
+                self.fetch(transfer)
+        torch.cuda.synchronize(device.torch_device)
 
 
 class FlagCarrier:
@@ -108,7 +181,7 @@ class FlagCarrier:
         mailroom: Mailroom,
         device: CudaDevice,
         joins: Mapping[int, tuple[int, ...]],
-        clock: DeviceClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._mailroom = mailroom
         self._device = device
@@ -122,7 +195,7 @@ class FlagCarrier:
 
     def send(self, transfer: int, value: Any) -> None:
         """Push a tensor on a stream beside the ops, that of its lane."""
-        buffer = self._mailroom.buffers[transfer]
+        buffer = self._mailroom.target(transfer)
         if buffer.numel() == 0:
             self._joined.add(transfer)
             return
@@ -135,7 +208,7 @@ class FlagCarrier:
         with torch.cuda.stream(side):
             source = value if same_layout(value, buffer) else self._relaid(value, buffer)
             with timed_transfer(self._clock, transfer):
-                self._mailroom.push(source, buffer, self._mailroom.flag(transfer))
+                self._mailroom.carry(source, transfer)
             event = side.record_event()
         num_bytes = num_span_bytes(buffer)
         self._pending[lane].append(_Pending(transfer, (value, source), num_bytes, event))
@@ -162,11 +235,18 @@ class FlagCarrier:
         """
         if not self._awaited:
             return False
-        flags = self._mailroom.flags[self._device.index]
-        for run in _neighbours(self._awaited, flags):
-            wait(flags, run, self._mailroom.limit_ns)
+        for transfer in self._mailroom.await_on(self._device.index, self._awaited):
+            self._mailroom.fetch(transfer)
+            if self._clock is not None:
+                self._clock.stamp("sent", transfer)
         self._awaited = []
         return True
+
+    def join(self, transfer: int) -> None:
+        """Let the ops' stream wait for a push made before. It waits for nobody, so no harm."""
+        lane = lane_of(self._mailroom.schedule.transfers[transfer])
+        while transfer not in self._joined:
+            self._join_first(lane)
 
     def finish(self) -> None:
         """Let the ops' stream wait for every push."""
@@ -187,14 +267,3 @@ class FlagCarrier:
         staged = empty_like_layout(buffer, value.device)
         staged.copy_(value)
         return staged
-
-
-def _neighbours(transfers: list[int], flags: Flags) -> list[list[int]]:
-    """Cut where flags do not lie side by side (an empty tensor between, which needs none)."""
-    runs: list[list[int]] = []
-    for transfer in transfers:
-        if runs and flags.slot(runs[-1][-1]) + 1 == flags.slot(transfer):
-            runs[-1].append(transfer)
-        else:
-            runs.append([transfer])
-    return runs

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
-from devplace.run.cuda.clock import Clocks, DeviceClock
+from devplace.run.cuda.clock import Clock, Clocks
 from devplace.run.cuda.device import CudaDevice
-from devplace.run.cuda.device_pass import DevicePass
+from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
+from devplace.run.cuda.host import HostCrew, LateError
+from devplace.run.cuda.late import first_cause
+from devplace.run.cuda.memory import max_allocated_bytes, pool_memory, reserve_arena
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import Place, joined_before
 from devplace.run.workers import Workers
+from devplace.run.write_back import DeviceWrites
 
 
 @dataclass
@@ -43,6 +47,13 @@ class GraphRunner:
         devices: The GPUs that do something, by index.
         random: Their random ops.
         order: All instructions, of `linear_order`.
+        writes: How each device replaces its sources.
+        strides: Of `StateWrites`.
+        arena_bytes: Device -> memory its step will need at once; asked for in one piece, so that
+            little is lost between pieces.
+
+    Attributes:
+        crew: The CPU devices beside them, if any do something; set before the first step.
 
     Raises:
         RuntimeError: The step cannot be captured.
@@ -56,10 +67,20 @@ class GraphRunner:
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
+        writes: tuple[DeviceWrites, ...],
+        strides: dict[int, tuple[int, ...]],
+        arena_bytes: Mapping[int, int],
     ) -> None:
         self._mailroom = mailroom
+        self.crew: HostCrew | None = None
+        self._epoch = 0
+        self._last: list[Any] = []
         self._devices = devices
         self._random = random
+        self._writes = writes
+        self._strides = strides
+        self._arena_bytes = arena_bytes
+        self.step_peak_bytes: dict[int, int] = {}
         self._joins = joined_before(mailroom.schedule, order)
         self._ends = {index: torch.cuda.Event() for index in devices}
         self._plain = self._capture_all({})
@@ -74,40 +95,81 @@ class GraphRunner:
             clocks: Take the time of this step; it is captured anew for that.
         """
         step = self._plain if clocks is None else self._capture_all(clocks)
+        self._start_crew(number, clocks)
         launched: SimpleQueue[BaseException | None] = SimpleQueue()
         for queue, device in zip(self._workers.queues, self._devices.values(), strict=True):
             queue.put(self._make_job(step.graphs[device.index], device, number, launched))
         errors = [launched.get() for _ in self._devices]
         for error in errors:
             if error is not None:
+                if self.crew is not None:
+                    self.crew.stop(str(error))
                 raise error
         # Memory may only be asked for once every device is launched: that can wait for a device.
         for index, device in self._devices.items():
             with device.current():
                 self._ends[index].record(device.main)
+        if self.crew is not None:
+            self._last = [_end_of(device) for device in self._devices.values()]
         results = {result: self._copied(*found) for result, found in step.kept.items()}
+        if self.crew is not None and self.crew.has_results:
+            results.update(self.crew.results())
         if clocks is not None:
             self.synchronize()  # its graphs are freed
         return results
 
+    def _start_crew(self, number: int, clocks: Clocks | None) -> None:
+        """Begin the step on the CPU devices: GPUs must not write what these still read."""
+        self._epoch += 1
+        if self.crew is not None:
+            self.crew.join()
+            self.crew.start(number, self._epoch, self._last, clocks)
+
     def synchronize(self) -> None:
         """Wait for all devices."""
+        if self.crew is not None:
+            self.crew.join()
         for device in self._devices.values():
             device.synchronize()
+
+    def pool_bytes(self, index: int) -> tuple[int, int]:
+        """(reserved, in use) by the pool of a device's graph, bytes."""
+        return pool_memory(self._devices[index], self._plain.graphs[index].pool())
 
     def failed_transfer(self) -> int | None:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
         late = [flags.late_transfer() for flags in self._mailroom.flags.values()]
-        found = next((transfer for transfer in late if transfer is not None), None)
-        if found is not None:
-            self.synchronize()
-            self._mailroom.reset()
-            for device in self._devices.values():
-                torch.cuda.synchronize(device.torch_device)
-        return found
+        if self.crew is not None and isinstance(self.crew.failure, LateError):
+            late.append(self.crew.failure.transfer)
+        found = [transfer for transfer in late if transfer is not None]
+        if not found:
+            return None
+        self._reset()
+        return first_cause(self._mailroom.schedule, found)
+
+    def host_failure(self) -> BaseException | None:
+        """What ended the last step on a CPU device, if not a late tensor; resets the flags."""
+        failure = self.crew.failure if self.crew is not None else None
+        if failure is None or isinstance(failure, LateError):
+            return None
+        self._reset()
+        return failure
+
+    def _reset(self) -> None:
+        self.synchronize()
+        self._mailroom.reset()
+        self._epoch = 0
+        if self.crew is not None:
+            self.crew.clear()
+        for device in self._devices.values():
+            torch.cuda.synchronize(device.torch_device)
 
     def close(self) -> None:
         """End the threads and free the graphs."""
+        if self.crew is not None:
+            self.crew.stop("the step was closed")
+            self.crew.join()
+            self.crew.close()
         self._workers.close()
         self._plain.graphs.clear()
 
@@ -138,14 +200,15 @@ class GraphRunner:
             copied = value.clone()
         return device.hand_over(copied)
 
-    def _capture_all(self, clocks: Mapping[int, DeviceClock]) -> _Captured:
+    def _capture_all(self, clocks: Mapping[int, Clock]) -> _Captured:
         gc.collect()
+        torch.cuda.empty_cache()  # while a capture is on, nothing cached can be given back
         step = _Captured()
         for index, device in self._devices.items():
             step.graphs[index] = self._capture(device, step, clocks.get(index))
         return step
 
-    def _capture(self, device: CudaDevice, step: _Captured, clock: DeviceClock | None) -> Any:
+    def _capture(self, device: CudaDevice, step: _Captured, clock: Clock | None) -> Any:
         with device.current():  # it makes a context on the current device
             graph = torch.cuda.CUDAGraph()
         random = self._random[device.index]
@@ -156,42 +219,41 @@ class GraphRunner:
             # Relaxed: a kernel met for the first time may still be loaded.
             graph.capture_begin(pool, capture_error_mode="relaxed")
             try:
+                if clock is None:
+                    reserve_arena(device, self._arena_bytes.get(device.index, 0))
                 self._record(device, random, step, clock)
             except BaseException:
                 _end_quietly(graph)
                 raise
             graph.capture_end()
+        self.step_peak_bytes[device.index] = max_allocated_bytes(device)
         return graph
 
     def _record(
-        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: DeviceClock | None
+        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: Clock | None
     ) -> None:
         schedule = self._mailroom.schedule
         carrier = FlagCarrier(self._mailroom, device, self._joins, clock)
         one_pass = DevicePass(
-            schedule, device.index, device.torch_device, device.buffers, carrier, random, clock
+            schedule,
+            device.index,
+            device.torch_device,
+            device.buffers,
+            carrier,
+            random,
+            StateWrites(self._writes[device.index], strides=self._strides),
+            clock,
         )
         self._mailroom.flags[device.index].epoch.add_(1)
         for index in range(len(schedule.instructions[device.index])):
             one_pass.run(index)
-        results = one_pass.results()
-        carrier.finish()
-        self._write_back(device, results, step)
+        step.kept.update((result, (device.index, value)) for result, value in one_pass.finish())
 
-    def _write_back(
-        self, device: CudaDevice, results: list[tuple[int, Any]], step: _Captured
-    ) -> None:
-        """New parameters and state into the buffers the next step starts from."""
-        replaced, values = [], []
-        for result, value in results:
-            source = self._mailroom.schedule.graph.results[result].replaces
-            if source < 0:
-                step.kept[result] = (device.index, value)
-            elif device.buffers[source] is not value:
-                replaced.append(device.buffers[source])
-                values.append(value)
-        if replaced:
-            torch._foreach_copy_(replaced, values)
+
+def _end_of(device: CudaDevice) -> Any:
+    """An event at the end of all work so far, that a host thread can wait for without spinning."""
+    with device.current():
+        return device.main.record_event(torch.cuda.Event(blocking=True))
 
 
 def _end_quietly(graph: Any) -> None:

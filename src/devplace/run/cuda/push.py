@@ -59,20 +59,29 @@ def push_by_engine(source: Any, buffer: Any, flag: Any) -> int:
     """As `push`, by the copy engine."""
     from devplace.run.cuda import kernels
 
-    stream = torch.cuda.current_stream(source.device).cuda_stream
+    copy_by_engine(source, buffer, source.device)
+    kernels.signal_kernel[(1,)](flag, num_warps=1)
+    return 1
+
+
+def copy_by_engine(source: Any, target: Any, stream_device: Any) -> None:
+    """Copy a stretch of memory into one just as long, on the current stream of a device.
+
+    Raises:
+        ExecutionError: The driver refused.
+    """
+    stream = torch.cuda.current_stream(stream_device).cuda_stream
     status = _driver().cuMemcpyAsync(
-        ctypes.c_uint64(buffer.data_ptr()),
+        ctypes.c_uint64(target.data_ptr()),
         ctypes.c_uint64(source.data_ptr()),
-        ctypes.c_size_t(num_span_bytes(buffer)),
+        ctypes.c_size_t(num_span_bytes(target)),
         ctypes.c_void_p(stream),
     )
     if status != 0:
         raise ExecutionError(
-            f"A copy of {num_span_bytes(buffer)} bytes from {source.device} to {buffer.device} "
+            f"A copy of {num_span_bytes(target)} bytes from {source.device} to {target.device} "
             f"was refused by the driver (CUDA error {status}). Check peer access between them."
         )
-    kernels.signal_kernel[(1,)](flag, num_warps=1)
-    return 1
 
 
 def wait(flags: Flags, transfers: Sequence[int], limit_ns: int) -> None:

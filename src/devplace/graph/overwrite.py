@@ -1,0 +1,62 @@
+"""Elementwise ops that can write their output over one of their inputs."""
+
+from __future__ import annotations
+
+from devplace.graph.graph import OpGraph
+
+# Target -> name of its overload that writes into a given tensor. Each element is read before it is
+# written and computed alike in both forms. These are what updates of parameters, state and
+# buffers end with.
+OUT_FORMS = {
+    "aten.add.Tensor": "out",
+    "aten.sub.Tensor": "out",
+    "aten.mul.Tensor": "out",
+    "aten.div.Tensor": "out",
+    "aten.addcmul.default": "out",
+    "aten.addcdiv.default": "out",
+    "aten.lerp.Scalar": "Scalar_out",
+    "aten.lerp.Tensor": "Tensor_out",
+    "aten.maximum.default": "out",
+    "aten.minimum.default": "out",
+    "aten.sqrt.default": "out",
+    "aten.neg.default": "out",
+}
+
+
+def overwritten_sources(graph: OpGraph) -> dict[int, int]:
+    """New values that can be computed in the memory of the source they replace.
+
+    Returns:
+        Tensor id of the new value -> source op. Whether it happens is a matter of order: no one
+        else may read the old value any more.
+    """
+    roots = _Roots(graph)
+    handed_out = {roots.of(r.tensor) for r in graph.results if r.replaces < 0}
+    found: dict[int, int] = {}
+    for result in graph.results:
+        maker = graph.ops[graph.producer[result.tensor]]
+        if result.replaces < 0 or maker.is_view or maker.target not in OUT_FORMS:
+            continue
+        old = graph.ops[result.replaces].outputs[0]
+        same = (graph.tensors[old].shape, graph.tensors[old].dtype) == (
+            graph.tensors[result.tensor].shape,
+            graph.tensors[result.tensor].dtype,
+        )
+        touched = {tensor for tensor in maker.inputs if roots.of(tensor) == old}
+        if same and touched <= {old} and result.tensor not in handed_out:
+            found.setdefault(result.tensor, result.replaces)
+    return found
+
+
+class _Roots:
+    """The tensor whose memory each tensor lies in."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self._root = list(range(len(graph.tensors)))
+        for op in graph.ops:
+            if op.is_view:
+                for out in op.outputs:
+                    self._root[out] = self._root[op.alias_of]
+
+    def of(self, tensor: int) -> int:
+        return self._root[tensor]

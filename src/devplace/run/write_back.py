@@ -1,0 +1,147 @@
+"""When the new value of a parameter or of state may be written over the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from devplace.graph.overwrite import OUT_FORMS, overwritten_sources
+from devplace.run.schedule import Instruction, NodeFacts, Schedule
+
+
+class WriteBack(NamedTuple):
+    """A result that takes the place of a source of its device.
+
+    Attributes:
+        result: Index into `graph.results`.
+        source: The source op it replaces.
+        node: FX node of the new value.
+        may_stand_in: Whether the old value's memory, once overwritten, may serve for the new value.
+        is_in_place: Whether its op may write straight into the old value's memory.
+        pushes: Transfers that send the old value; they must have left before it is overwritten.
+    """
+
+    result: int
+    source: int
+    node: Any
+    may_stand_in: bool
+    is_in_place: bool
+    pushes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DeviceWrites:
+    """The write-backs of one device.
+
+    Attributes:
+        after: Instruction -> write-backs that may happen right after it: the new value is there,
+            and nothing on the device reads the old one any more.
+        at_end: Those that must wait until the device has done everything.
+        drops: Instruction -> nodes whose values nothing needs after it (and its write-backs).
+    """
+
+    after: Mapping[int, tuple[WriteBack, ...]] = field(default_factory=dict)
+    at_end: tuple[WriteBack, ...] = ()
+    drops: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
+
+    def in_place(self, index: int) -> WriteBack | None:
+        """The write-back that the op of an instruction may do itself."""
+        return next((write for write in self.after.get(index, ()) if write.is_in_place), None)
+
+
+def write_backs(schedule: Schedule) -> tuple[DeviceWrites, ...]:
+    """Write-backs of every device.
+
+    Complexity: O(I + E) for I instructions with E arguments.
+    """
+    facts = NodeFacts(schedule.graph, schedule.device_of_op)
+    over = overwritten_sources(schedule.graph)
+    return tuple(_of_device(schedule, facts, over, d) for d in range(len(schedule.instructions)))
+
+
+def out_overload(target: Any) -> Any | None:
+    """The overload of an elementwise op that writes into a given tensor, or None.
+
+    These ops read each element before they write it, and compute it alike in both forms; so the
+    output may be an input, if both are laid out alike.
+    """
+    return _out_overloads().get(target)
+
+
+@cache
+def _out_overloads() -> dict[Any, Any]:
+    found = {}
+    for name, out in OUT_FORMS.items():
+        _, packet, overload = name.split(".")
+        op = getattr(torch.ops.aten, packet)
+        found[getattr(op, overload)] = getattr(op, out)
+    return found
+
+
+class _Reads:
+    """What a device does with each value, and with the memory of each source."""
+
+    def __init__(self, facts: NodeFacts, instructions: tuple[Instruction, ...]) -> None:
+        self.made: dict[Any, int] = {}
+        self.last_use: dict[Any, int] = {}
+        self.last_read: dict[int, int] = {}
+        self.pushes: dict[int, list[int]] = {}
+        for index, (kind, node, transfer) in enumerate(instructions):
+            self.last_use[node] = index
+            if kind == "send":
+                self._read(facts, node, index)
+                self.pushes.setdefault(facts.root(node), []).append(transfer)
+                continue
+            if kind == "call":
+                self.made[node] = index
+                for arg in node.all_input_nodes:
+                    self.last_use[arg] = index
+                    self._read(facts, arg, index)
+
+    def _read(self, facts: NodeFacts, node: Any, index: int) -> None:
+        root = facts.root(node)
+        if facts.graph.ops[root].is_source:
+            self.last_read[root] = index
+
+
+def _of_device(
+    schedule: Schedule, facts: NodeFacts, over: Mapping[int, int], device: int
+) -> DeviceWrites:
+    graph, results = schedule.graph, schedule.results[device]
+    reads = _Reads(facts, schedule.instructions[device])
+    wanted_at_end = {facts.root(node) for _, node in results}
+    kept = {node for index, node in results if graph.results[index].replaces < 0}
+    handed_out = {facts.root(node) for node in kept}
+    after: dict[int, list[WriteBack]] = {}
+    at_end: list[WriteBack] = []
+    used: dict[Any, int] = {}
+    for index, node in results:
+        source = graph.results[index].replaces
+        if source < 0:
+            continue
+        made = reads.made.get(node)
+        pushes = tuple(reads.pushes.get(source, ()))
+        is_borrowed = graph.ops[facts.root(node)].is_source
+        if made is None or is_borrowed or source in wanted_at_end:
+            at_end.append(WriteBack(index, source, node, False, False, pushes))
+            kept.add(node)
+            continue
+        when = max(made, reads.last_read.get(source, -1))
+        stands_in = not facts.is_view(node) and facts.root(node) not in handed_out
+        in_place = stands_in and when == made and over.get(facts.tensor_id(node)) == source
+        write = WriteBack(index, source, node, stands_in, in_place, pushes)
+        after.setdefault(when, []).append(write)
+        used[node] = max(used.get(node, -1), when, reads.last_use[node])
+    drops: dict[int, list[Any]] = {}
+    for node, index in used.items():
+        if node not in kept:
+            drops.setdefault(index, []).append(node)
+    return DeviceWrites(
+        {index: tuple(writes) for index, writes in after.items()},
+        tuple(at_end),
+        {index: tuple(nodes) for index, nodes in drops.items()},
+    )
