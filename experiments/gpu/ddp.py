@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from experiments.gpu.training import WithLoss, sgd, shard, training_step
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-
-from experiments.gpu.training import WithLoss, sgd, shard, training_step
 
 if TYPE_CHECKING:
     from experiments.gpu.group import Group

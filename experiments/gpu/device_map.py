@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from devplace.workloads import Workload
 from experiments.gpu import rows
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
 from experiments.gpu.training import Settings, bound_loss, build, sgd, training_step, use_tf32
+from torch import Tensor, nn
+
+from devplace.workloads import Workload
 
 # Classes that stay on one device, as a model's author would list them for Hugging Face: first what
 # has a residual or a concatenation inside; then, if hooks cannot train that, whole decoder steps.

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from experiments.gpu.training import WithLoss, sgd, shard, training_step
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from experiments.gpu.training import WithLoss, sgd, shard, training_step
 
 if TYPE_CHECKING:
     from experiments.gpu.group import Group

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
-
-from devplace.workloads import Workload
 from experiments.gpu import rows
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
 from experiments.gpu.training import Settings, build, use_tf32
+from torch import Tensor
+
+from devplace.workloads import Workload
 
 # Row -> (module, keyword arguments of its `prepare`).
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,9 +70,7 @@ class Group:
     def workload(self) -> Workload:
         """A fresh copy of the workload, on the CPU; the same in every process."""
         fresh = copy.deepcopy(self._workload.model)
-        return Workload(
-            self._workload.name, fresh, self._workload.inputs, self._workload.loss_fn
-        )
+        return Workload(self._workload.name, fresh, self._workload.inputs, self._workload.loss_fn)
 
     def phase(self, name: str) -> None:
         """Begin a phase in all processes."""

@@ -25,9 +25,7 @@ def measure(
     devices = settings.devices()[:1]
     progress.acquire()
     reset_peaks(devices)
-    times = time_steps(
-        training_step(loss, sgd(model)), devices, settings.seconds, settings.steps
-    )
+    times = time_steps(training_step(loss, sgd(model)), devices, settings.seconds, settings.steps)
     progress.release()
     return times | peaks(devices) | {"fused": what}
 

@@ -22,9 +22,9 @@ FUSED = {
     "rnnlm": "all layers and steps in one call",
     "nmt": "encoder: all layers and steps in one call; decoder: input feeding allows one call of "
     "all layers per step, attention per step; logits of all steps in one product",
-    "gnmt": "encoder: one call per layer (first one bidirectional, residual sums between); decoder: "
-    "bottom layer and attention per step, each upper layer in one call over all steps; logits of "
-    "all steps in one product",
+    "gnmt": "encoder: one call per layer, the first one bidirectional, residual sums between; "
+    "decoder: bottom layer and attention per step, then one call for each upper layer over all "
+    "steps; logits of all steps in one product",
 }
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from experiments.gpu.stages import blocks_per_stage, head_in_blocks, make_stage
+from experiments.gpu.training import LEARNING_RATE, autocast
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -20,8 +22,6 @@ from torch.distributed.pipelining.schedules import (
 
 from devplace.workloads.bert import Bert
 from devplace.workloads.common import token_cross_entropy
-from experiments.gpu.stages import blocks_per_stage, head_in_blocks, make_stage
-from experiments.gpu.training import LEARNING_RATE, autocast
 
 if TYPE_CHECKING:
     from experiments.gpu.group import Group

@@ -7,9 +7,11 @@ does not count as compiling, and a compiler that takes too long is ended, not wa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import os
 import platform
 import signal
@@ -141,7 +143,9 @@ def run_child(
 def _child_environment(cache: str) -> dict[str, str]:
     """Few threads a process, and an empty compiler cache, so that compile times are cold ones."""
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        ),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
             "TORCHINDUCTOR_COMPILE_THREADS", str(COMPILE_THREADS)
@@ -153,8 +157,11 @@ def _child_environment(cache: str) -> dict[str, str]:
 
 def _watch(process: Any, phases: Path, limits_s: Mapping[str, float]) -> str | None:
     """Wait for the end of a process or of a phase's time; what went wrong, if anything."""
+    begin = time.monotonic()
     while process.poll() is None:
         time.sleep(0.1)
+        if time.monotonic() - begin > limits_s.get("all", math.inf):
+            return "ended: no time left for all rows"
         reason = overdue(phases, limits_s)
         if reason is not None:
             return reason
@@ -173,10 +180,8 @@ def overdue(phases: Path, limits_s: Mapping[str, float]) -> str | None:
 
 def _end(process: Any) -> None:
     """End a process and all that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

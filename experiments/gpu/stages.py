@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from experiments.gpu.training import Settings, autocast
 from torch import Tensor, nn
 
 from devplace.workloads.bert import Bert
 from devplace.workloads.gpt import Gpt
-from experiments.gpu.training import Settings, autocast
 
 
 class Stage(nn.Module):
@@ -107,9 +107,7 @@ class GptStage(Stage):
         return self.projection(self.norm(x))
 
 
-def make_stage(
-    settings: Settings, model: nn.Module, index: int, counts: list[int]
-) -> Stage:
+def make_stage(settings: Settings, model: nn.Module, index: int, counts: list[int]) -> Stage:
     """Stage `index` of a model whose stages have `counts` blocks each.
 
     Raises:
@@ -139,12 +137,17 @@ def blocks_per_stage(num_blocks: int, owners: list[int], head: float) -> list[in
         owners: Device of each stage.
         head: Work of the last stage beside its blocks, in blocks.
 
+    Raises:
+        ValueError: There are too few blocks: every stage but the last needs one.
+
     Example:
         >>> blocks_per_stage(12, [0, 1, 2, 3], 4.4)
         [4, 4, 4, 0]
         >>> blocks_per_stage(24, [0, 1, 2, 3], 2.5)
         [7, 7, 6, 4]
     """
+    if num_blocks < len(owners) - 1:
+        raise ValueError(f"{num_blocks} blocks are too few for {len(owners)} stages")
     counts = [1] * (len(owners) - 1) + [0]
     work = [float(owners[:-1].count(device)) for device in range(max(owners) + 1)]
     work[owners[-1]] += head
