@@ -1,6 +1,6 @@
 """A Hugging Face style device map, greedy by memory, trained through `accelerate`'s hooks.
 
-`get_balanced_memory` and `infer_auto_device_map` are what `device_map="balanced"` uses.
+`infer_auto_device_map` and `dispatch_model` are what `device_map="balanced"` uses.
 
 Run: `python -m experiments.gpu.device_map WORKLOAD --gpus 2 --out FILE`.
 """
@@ -12,29 +12,59 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from experiments.gpu import rows
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
 from experiments.gpu.training import Settings, bound_loss, build, sgd, training_step, use_tf32
 from torch import Tensor, nn
 
 from devplace.workloads import Workload
+from experiments.gpu import rows
 
 # Classes that stay on one device, as a model's author would list them for Hugging Face: first what
 # has a residual or a concatenation inside; then, if hooks cannot train that, whole decoder steps.
 WHOLE = ("Block", "Bottleneck", "Branches", "ConvNorm", "AuxiliaryHead", "LSTMCell", "Attention")
 COARSE = (*WHOLE, "DecoderStep", "GnmtDecoderStep")
 COARSEST = (*COARSE, "Encoder", "GnmtEncoder")
-ROOM_BYTES = 10**12  # far above any model: only the balance limits a device
+LIMITS = 24  # limits per device tried, from an even share to everything
 
 
 def balanced_map(model: nn.Module, num_devices: int, whole: tuple[str, ...]) -> dict[str, int]:
-    """Module name -> device number, parameters split about evenly in the order of definition."""
-    from accelerate import infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
+    """Module name -> device number: greedy under the equal limit that gives the evenest split.
 
-    room = dict.fromkeys(range(num_devices), ROOM_BYTES)
-    limits = get_balanced_memory(model, room, list(whole))
-    return infer_auto_device_map(model, limits, list(whole))
+    Differs from `device_map="balanced"` in: the limit is searched for instead of estimated, and
+    the first device may get more, since accelerate keeps room there for offloaded layers, of which
+    there are none. With the estimate the first device can stay empty, or two hold everything.
+
+    Raises:
+        ValueError: With these classes whole everything is on one device.
+    """
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import compute_module_sizes, get_max_layer_size
+
+    sizes = compute_module_sizes(model)
+    reserve, _ = get_max_layer_size(list(model.named_children()), sizes, list(whole))
+    total = sizes[""]
+    maps: list[dict[str, Any]] = []
+    for step in range(LIMITS + 1):
+        limit = total / num_devices * (num_devices ** (step / LIMITS))
+        for room in (0, reserve):
+            limits = {k: int(limit) + (room if k == 0 else 0) for k in range(num_devices)}
+            maps.append(dict(infer_auto_device_map(model, limits, list(whole))))
+    fitting = [one for one in maps if all(isinstance(device, int) for device in one.values())]
+    held = [held_bytes(model, one, num_devices) for one in fitting]
+    # Of equally even maps the one that leaves the first device least empty.
+    best = fitting[min(range(len(held)), key=lambda k: (max(held[k]), -held[k][0]))]
+    if len(set(best.values())) < 2:
+        raise ValueError(f"with {', '.join(whole)} kept whole everything is on one device")
+    return best
+
+
+def held_bytes(model: nn.Module, device_map: dict[str, int], num_devices: int) -> list[int]:
+    """Parameter bytes on each device, a tied one counted once."""
+    held: list[dict[int, int]] = [{} for _ in range(num_devices)]
+    for name, device in device_map.items():
+        for parameter in model.get_submodule(name).parameters():
+            held[device][id(parameter)] = parameter.numel() * parameter.element_size()
+    return [sum(sizes.values()) for sizes in held]
 
 
 def dispatch(
@@ -46,19 +76,18 @@ def dispatch(
     """
     from accelerate import dispatch_model
 
-    if settings.device_type == "cpu":
-        every = dict.fromkeys(device_map, "cpu")
-        model = dispatch_model(workload.model, every, main_device="cpu", force_hooks=True)
-    else:
-        model = dispatch_model(workload.model, device_map, main_device=0, force_hooks=True)
+    is_cpu = settings.device_type == "cpu"
+    places = {name: "cpu" if is_cpu else f"cuda:{k}" for name, k in device_map.items()}
+    main_device = "cpu" if is_cpu else "cuda:0"
+    model = dispatch_model(workload.model, places, main_device=main_device, force_hooks=True)
     hook = model._hf_hook
     hook.io_same_device = False
     with torch.no_grad():
         outputs = model(*workload.inputs[:-1])
-    places = {out.device for out in (outputs if isinstance(outputs, tuple) else (outputs,))}
+    ends = {out.device for out in (outputs if isinstance(outputs, tuple) else (outputs,))}
     inputs = list(workload.inputs)
-    if len(places) == 1:
-        inputs[-1] = inputs[-1].to(places.pop())
+    if len(ends) == 1:
+        inputs[-1] = inputs[-1].to(ends.pop())
     else:
         hook.io_same_device = True
     return bound_loss(settings, model, workload.loss_fn, inputs)
@@ -68,6 +97,7 @@ def attempt(settings: Settings, progress: rows.Progress, whole: tuple[str, ...])
     """Step time with one list of classes that stay whole."""
     workload = build(settings, "cpu")
     device_map = balanced_map(workload.model, settings.gpus, whole)
+    used = len(set(device_map.values()))
     devices = settings.devices()
     inputs = tuple(tensor.to(devices[0]) for tensor in workload.inputs)
     workload = Workload(workload.name, workload.model, inputs, workload.loss_fn)
@@ -80,7 +110,7 @@ def attempt(settings: Settings, progress: rows.Progress, whole: tuple[str, ...])
         times = time_steps(step, devices, settings.seconds, settings.steps)
     finally:
         progress.release()
-    return times | peaks(devices) | {"device_map": device_map, "whole": list(whole)}
+    return times | peaks(devices) | {"device_map": device_map, "gpus_used": used}
 
 
 def measure(

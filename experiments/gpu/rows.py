@@ -88,21 +88,24 @@ def provenance(device_type: str) -> dict[str, Any]:
     import torch
 
     is_cuda = device_type == "cuda"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    ).stdout.strip()
     return {
         "card": torch.cuda.get_device_name(0) if is_cuda else "cpu",
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,
         "python": platform.python_version(),
-        "commit": commit or os.environ.get("COMMIT"),
+        "commit": os.environ.get("COMMIT") or _commit(),
     }
+
+
+def _commit() -> str | None:
+    """Commit of this checkout, if it is one."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
 
 
 def run_child(

@@ -55,7 +55,7 @@ def test_rows_after_a_failed_one_are_measured(tmp_path: Path) -> None:
     ],
 )
 def test_blocks_are_spread_by_work(blocks: int, owners: list[int], head: float) -> None:
-    """Devices differ by at most one block, the head counted, and only the last stage may be empty."""
+    """Devices differ by one block at most, the head counted; only the last stage may be empty."""
     counts = blocks_per_stage(blocks, owners, head)
     work = [0.0] * (max(owners) + 1)
     for count, owner in zip(counts, owners, strict=True):
