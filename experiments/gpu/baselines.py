@@ -21,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu import rows
 from experiments.gpu.training import Settings
+
+from experiments.gpu import rows
 
 LSTM_WORKLOADS = ("rnnlm", "nmt-2", "nmt-4", "nmt-8", "gnmt-4")
 WORKLOADS = (*LSTM_WORKLOADS, "inception-v3", "resnet-50", "bert-large", "gpt-2")
@@ -142,8 +143,9 @@ def run_job(
         return
     limits_s = {**rows.LIMITS_S, "compile": options.compile_limit, "all": left}
     extra = [*job.extra, "--compile-limit", str(options.compile_limit)]
+    gpu = number % options.num_gpus if job.settings.gpus == 1 and options.num_gpus else None
     try:
-        row = rows.run_row(f"experiments.gpu.{job.kind}", job.settings, out, extra, limits_s)
+        row = rows.run_row(f"experiments.gpu.{job.kind}", job.settings, out, extra, limits_s, gpu)
     except Exception as error:
         row = head | {"status": "failed", "reason": rows.first_line(error)}
     results.add(job, row, out.with_name(out.name + ".log"))
@@ -193,11 +195,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=1800.0, help="of everything, s")
     parser.add_argument("--workers", type=int, help="rows at a time")
     options = parser.parse_args()
-    if options.gpus is None:
-        import torch
+    import torch
 
-        visible = torch.cuda.device_count() if options.device.startswith("cuda") else 2
-        options.gpus = ",".join(str(count) for count in (2, 4) if count <= visible)
+    options.num_gpus = torch.cuda.device_count() if options.device.startswith("cuda") else 0
+    if options.gpus is None:
+        options.gpus = ",".join(str(count) for count in (2, 4) if count <= options.num_gpus)
     if options.workers is None:
         options.workers = max(2, len(os.sched_getaffinity(0)) // CORES_PER_ROW)
     return options

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from experiments.gpu import rows
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
-from experiments.gpu.training import Settings, bound_loss, build, sgd, use_tf32
+from experiments.gpu.training import Settings, bound_loss, build, prepare_torch, sgd
+
+from experiments.gpu import rows
 
 MODE = "reduce-overhead"
 
@@ -64,7 +65,7 @@ def measure(
     settings: Settings, progress: rows.Progress, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Step time with a compiled loss, then with a compiled update too if that works."""
-    use_tf32()
+    prepare_torch(settings)
     workload = build(settings)
     optimizer = sgd(workload.model)
     devices = settings.devices()[:1]

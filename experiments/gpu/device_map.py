@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
-from experiments.gpu.training import Settings, bound_loss, build, sgd, training_step, use_tf32
+from experiments.gpu.training import Settings, bound_loss, build, prepare_torch, sgd, training_step
 from torch import Tensor, nn
 
 from devplace.workloads import Workload
@@ -102,14 +102,10 @@ def attempt(settings: Settings, progress: rows.Progress, whole: tuple[str, ...])
     inputs = tuple(tensor.to(devices[0]) for tensor in workload.inputs)
     workload = Workload(workload.name, workload.model, inputs, workload.loss_fn)
     progress.acquire()
-    try:
-        loss = dispatch(workload, device_map, settings)
-        reset_peaks(devices)
-        optimizer = sgd(workload.model)
-        step = training_step(loss, optimizer)
-        times = time_steps(step, devices, settings.seconds, settings.steps)
-    finally:
-        progress.release()
+    loss = dispatch(workload, device_map, settings)
+    reset_peaks(devices)
+    step = training_step(loss, sgd(workload.model))
+    times = time_steps(step, devices, settings.seconds, settings.steps)
     return times | peaks(devices) | {"device_map": device_map, "gpus_used": used}
 
 
@@ -117,7 +113,7 @@ def measure(
     settings: Settings, progress: rows.Progress, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Step time with the finest map that the hooks can train, and why finer ones failed."""
-    use_tf32()
+    prepare_torch(settings)
     failures: list[str] = []
     for whole in (WHOLE, COARSE, COARSEST):
         try:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from experiments.gpu import rows
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
-from experiments.gpu.training import Settings, bound_loss, build, sgd, training_step, use_tf32
+from experiments.gpu.training import Settings, bound_loss, build, prepare_torch, sgd, training_step
+
+from experiments.gpu import rows
 
 
 def measure(
     settings: Settings, progress: rows.Progress, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Step time and peak memory of the ordinary training loop."""
-    use_tf32()
+    prepare_torch(settings)
     progress.phase("start")
     workload = build(settings)
     optimizer = sgd(workload.model)
@@ -26,7 +27,6 @@ def measure(
     progress.acquire()
     reset_peaks(devices)
     times = time_steps(training_step(loss, optimizer), devices, settings.seconds, settings.steps)
-    progress.release()
     return times | peaks(devices)
 
 

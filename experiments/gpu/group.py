@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from experiments.gpu import rows
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
-from experiments.gpu.training import Settings, build, use_tf32
+from experiments.gpu.training import Settings, build, prepare_torch
 from torch import Tensor
 
 from devplace.workloads import Workload
+from experiments.gpu import rows
 
 # Row -> (module, keyword arguments of its `prepare`).
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -138,7 +138,7 @@ def combined(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def work(rank: int, settings: Settings, names: list[str], meeting: str, out: Path) -> None:
     """One process: measure the rows in order; rank 0 appends each to a file of JSON lines."""
-    use_tf32()
+    prepare_torch(settings, rank)
     is_cuda = settings.device_type == "cuda"
     if is_cuda:
         torch.cuda.set_device(rank)
@@ -148,8 +148,9 @@ def work(rank: int, settings: Settings, names: list[str], meeting: str, out: Pat
         rank=rank,
         world_size=settings.gpus,
         timeout=timedelta(seconds=TIMEOUT_S),
-        **({"device_id": torch.device("cuda", rank)} if is_cuda else {}),
     )
+    if is_cuda:
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # all meet before the first pair does
     group = Group(settings, rank, settings.gpus, out)
     for name in names:
         group.phase("start")

@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from experiments.gpu import rows
 from experiments.gpu.lstm_models import from_unrolled
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
-from experiments.gpu.training import Settings, bound_loss, build, sgd, training_step, use_tf32
+from experiments.gpu.training import Settings, bound_loss, build, prepare_torch, sgd, training_step
+
+from experiments.gpu import rows
 
 
 def measure(
     settings: Settings, progress: rows.Progress, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Step time of the fused twin; its first loss is that of the unrolled model."""
-    use_tf32()
+    prepare_torch(settings)
     workload = build(settings)
     model, what = from_unrolled(workload.model)
     loss = bound_loss(settings, model, workload.loss_fn, workload.inputs)
@@ -26,7 +27,6 @@ def measure(
     progress.acquire()
     reset_peaks(devices)
     times = time_steps(training_step(loss, sgd(model)), devices, settings.seconds, settings.steps)
-    progress.release()
     return times | peaks(devices) | {"fused": what}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import math
@@ -109,7 +110,11 @@ def _commit() -> str | None:
 
 
 def run_child(
-    module: str, arguments: list[str], out: Path, limits_s: Mapping[str, float] = LIMITS_S
+    module: str,
+    arguments: list[str],
+    out: Path,
+    limits_s: Mapping[str, float] = LIMITS_S,
+    gpu: int | None = None,
 ) -> str | None:
     """Run `python -m module arguments --inside` to its end or to a limit.
 
@@ -121,14 +126,14 @@ def run_child(
         stale.unlink(missing_ok=True)
     Progress(out).phase("start")
     log = out.with_name(out.name + ".log")
-    with tempfile.TemporaryDirectory() as cache, log.open("w") as output:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, "--out", str(out), "--inside"],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env=_child_environment(cache),
+            env=_child_environment(cache, gpu),
         )
         try:
             reason = _watch(process, phase_file(out), limits_s)
@@ -143,9 +148,9 @@ def run_child(
     return reason
 
 
-def _child_environment(cache: str) -> dict[str, str]:
+def _child_environment(cache: str, gpu: int | None) -> dict[str, str]:
     """Few threads a process, and an empty compiler cache, so that compile times are cold ones."""
-    return os.environ | {
+    changes = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         ),
@@ -156,6 +161,10 @@ def _child_environment(cache: str) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TRITON_CACHE_DIR": str(Path(cache) / "triton"),
     }
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        changes["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+    return os.environ | changes
 
 
 def _watch(process: Any, phases: Path, limits_s: Mapping[str, float]) -> str | None:
@@ -186,6 +195,15 @@ def _end(process: Any) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def free_memory(device_type: str) -> None:
+    """Give the memory of what is no longer used back to the GPUs."""
+    import torch
+
+    gc.collect()
+    if device_type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def end_with_parent() -> None:
@@ -240,8 +258,17 @@ def run_row(
     out: Path,
     extra: list[str] | None = None,
     limits_s: Mapping[str, float] = LIMITS_S,
+    gpu: int | None = None,
 ) -> dict[str, Any]:
     """Measure one row in a child process and write it, whatever happens to the child.
+
+    Args:
+        module: One of this package that has a `main`.
+        settings: What is trained.
+        out: Where the row goes.
+        extra: Further arguments of the module.
+        limits_s: Seconds for each phase, and `all` for everything.
+        gpu: The only GPU that the child sees.
 
     Returns:
         The row: `row`, the settings, and either the figures with status `ok` or a `reason`.
@@ -249,7 +276,7 @@ def run_row(
     name = module.rpartition(".")[2]
     head = {"row": name, **dataclasses.asdict(settings), "options": extra or []}
     begin = time.perf_counter()
-    reason = run_child(module, [*arguments_of(settings), *(extra or [])], out, limits_s)
+    reason = run_child(module, [*arguments_of(settings), *(extra or [])], out, limits_s, gpu)
     row = json.loads(out.read_text()) if out.exists() else {"status": "failed"}
     if reason is not None:
         # A row that is complete but for an extra keeps its figures.
@@ -309,3 +336,5 @@ def _measure_inside(
         traceback.print_exc()
         row = {"status": "failed", "reason": first_line(error)}
     progress.write(row | provenance(settings.device_type))
+    free_memory(settings.device_type)
+    progress.release()

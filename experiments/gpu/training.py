@@ -57,8 +57,9 @@ class Settings:
         return [torch.device("cuda", k) for k in range(self.gpus)]
 
 
-def use_tf32() -> None:
-    """Let fp32 products and convolutions use TF32."""
+def prepare_torch(settings: Settings, rank: int = 0) -> None:
+    """Let fp32 products and convolutions use TF32; seed the dropout of one of several processes."""
+    torch.manual_seed(settings.seed + rank)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
 
