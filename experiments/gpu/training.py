@@ -1,4 +1,5 @@
 """The training step that all baselines run: workload, number format, optimizer."""
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Settings:
     @property
     def device_type(self) -> str:
         """`cuda` or `cpu`."""
-        return torch.device(self.device).type
+        return str(torch.device(self.device).type)
 
     def devices(self) -> list[torch.device]:
         """The devices used, in order."""
