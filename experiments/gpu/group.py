@@ -137,7 +137,7 @@ def combined(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def work(rank: int, settings: Settings, names: list[str], meeting: str, out: Path) -> None:
-    """One process: measure the rows in order; rank 0 appends each to a file of JSON lines."""
+    """One process: measure the rows in order; rank 0 adds each to a file of JSON lines."""
     prepare_torch(settings, rank)
     is_cuda = settings.device_type == "cuda"
     if is_cuda:
@@ -156,8 +156,8 @@ def work(rank: int, settings: Settings, names: list[str], meeting: str, out: Pat
         group.phase("start")
         row = measure_row(group, name)
         if rank == 0:
-            with lines_file(out).open("a") as lines:
-                lines.write(json.dumps({"row": name, "status": "ok", **row}) + "\n")
+            text = lines_file(out).read_text() + json.dumps({"row": name, "status": "ok", **row})
+            rows.write_atomically(lines_file(out), text + "\n")
         torch._dynamo.reset()
         gc.collect()
         if is_cuda:
@@ -181,26 +181,39 @@ def measure_rows(
     head = rows.provenance(settings.device_type)
     while len(done) < len(names):
         lines_file(inner).write_text("")
-        reason = _run_group(settings, names[len(done) :], inner, limits_s)
-        done += [json.loads(line) for line in lines_file(inner).read_text().splitlines()]
-        if reason is not None and len(done) < len(names):
-            done.append({"row": names[len(done)], "status": "failed", "reason": reason})
-        progress.write({"status": "ok", "rows": done} | head)
+        before = list(done)
+
+        def save(before: list[dict[str, Any]] = before) -> list[dict[str, Any]]:
+            lines = lines_file(inner).read_text().splitlines()
+            now = before + [json.loads(line) for line in lines]
+            progress.write({"status": "ok", "rows": now} | head)
+            return now
+
+        reason = _run_group(settings, names[len(done) :], inner, limits_s, save)
+        done = save()
+        if len(done) < len(names):
+            why = reason or "ended without a result"
+            done.append({"row": names[len(done)], "status": "failed", "reason": why})
     for file in (lines_file(inner), rows.phase_file(inner)):
         file.unlink(missing_ok=True)
     return done
 
 
 def _run_group(
-    settings: Settings, names: list[str], inner: Path, limits_s: dict[str, float]
+    settings: Settings,
+    names: list[str],
+    inner: Path,
+    limits_s: dict[str, float],
+    save: Callable[[], Any],
 ) -> str | None:
-    """Run one group of processes; what ended it before its time, if anything."""
+    """Run one group of processes, saving as it goes; what ended it before its time, if anything."""
     rows.Progress(inner).phase("start")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (settings, names, str(Path(folder) / "meeting"), inner)
         context = mp.spawn(work, arguments, nprocs=settings.gpus, join=False)
         try:
             while not context.join(timeout=0.2):
+                save()
                 reason = rows.overdue(rows.phase_file(inner), limits_s)
                 if reason is not None:
                     return reason

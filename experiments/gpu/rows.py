@@ -278,7 +278,9 @@ def run_row(
     begin = time.perf_counter()
     reason = run_child(module, [*arguments_of(settings), *(extra or [])], out, limits_s, gpu)
     row = json.loads(out.read_text()) if out.exists() else {"status": "failed"}
-    if reason is not None:
+    if reason is not None and "rows" in row:
+        row["rows"].append({"row": "rest", "status": "failed", "reason": reason})
+    elif reason is not None:
         # A row that is complete but for an extra keeps its figures.
         row |= {"unfinished": reason} if row["status"] == "ok" else {"reason": reason}
     row = head | row | {"seconds_in_all": round(time.perf_counter() - begin, 1)}
