@@ -181,7 +181,7 @@ def measure_rows(
     head = rows.provenance(settings.device_type)
     while len(done) < len(names):
         lines_file(inner).write_text("")
-        before = list(done)
+        before = done
 
         def save(before: list[dict[str, Any]] = before) -> list[dict[str, Any]]:
             lines = lines_file(inner).read_text().splitlines()

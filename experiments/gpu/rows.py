@@ -277,7 +277,9 @@ def run_row(
     head = {"row": name, **dataclasses.asdict(settings), "options": extra or []}
     begin = time.perf_counter()
     reason = run_child(module, [*arguments_of(settings), *(extra or [])], out, limits_s, gpu)
-    row = json.loads(out.read_text()) if out.exists() else {"status": "failed"}
+    row: dict[str, Any] = {"status": "failed"}
+    if out.exists():
+        row = json.loads(out.read_text())
     if reason is not None and "rows" in row:
         row["rows"].append({"row": "rest", "status": "failed", "reason": reason})
     elif reason is not None:

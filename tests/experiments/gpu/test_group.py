@@ -48,19 +48,6 @@ def test_rows_after_a_failed_one_are_measured(tmp_path: Path) -> None:
     assert done[1]["first_loss"] == pytest.approx(eager["first_loss"], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_rows_measured_before_the_end_of_time_are_kept(tmp_path: Path) -> None:
-    """A group that is ended has the rows it finished, and the reason why not the rest."""
-    settings = Settings("gpt-2", size="small", device="cpu", layers=2, steps=2, gpus=2)
-    endless = ",".join(["1f1b-4"] * 1000)
-    limits_s = {**rows.LIMITS_S, "all": 30.0}
-    out = tmp_path / "group.json"
-    group = rows.run_row("experiments.gpu.group", settings, out, ["--rows", endless], limits_s)
-    assert group["rows"][0]["status"] == "ok"
-    last = group["rows"][-1]
-    assert (last["row"], last["reason"]) == ("rest", "ended: no time left for all rows")
-
-
 @pytest.mark.parametrize(
     ("blocks", "owners", "head"),
     [

@@ -47,8 +47,10 @@ def slow_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         def measure(settings, progress, options):
             sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
             Path(options.out).with_name("pid").write_text(str(sleeper.pid))
-            if settings.layers:
+            if settings.layers == 1:
                 progress.write({"status": "ok", "step_ms": 1.0})
+            if settings.layers == 2:
+                progress.write({"status": "ok", "rows": [{"row": "ddp", "status": "ok"}]})
             progress.phase("compile")
             time.sleep(60)
 
@@ -87,6 +89,15 @@ def test_a_compiler_that_takes_too_long_is_ended(
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(pid)
+
+
+def test_a_group_that_is_ended_keeps_its_finished_rows(tmp_path: Path, slow_module: str) -> None:
+    """The rows measured so far stay, and one more says why the rest is missing."""
+    settings = Settings("rnnlm", device="cpu", layers=2)
+    limits_s = {**rows.LIMITS_S, "compile": 0.5}
+    group = rows.run_row(slow_module, settings, tmp_path / "row.json", limits_s=limits_s)
+    assert [row["row"] for row in group["rows"]] == ["ddp", "rest"]
+    assert group["rows"][1]["reason"] == "did not compile within 0 s"
 
 
 def test_the_lock_lets_one_process_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
