@@ -1,0 +1,150 @@
+"""Step times on one or several devices, under a lock that keeps measurements apart."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+WARM_UP = 4
+MIN_STEPS = 5
+
+
+class GpuLock:
+    """The right to use the GPUs alone, among all processes given the same file.
+
+    The file is named by the environment variable GPU_LOCK; without it nothing is locked. The
+    system releases the lock when its holder ends, however it ends.
+    """
+
+    def __init__(self) -> None:
+        self._path = os.environ.get("GPU_LOCK")
+        self._file: Any = None
+
+    def acquire(self) -> None:
+        """Wait until no other process measures; does nothing if the lock is held already."""
+        if self._path is not None and self._file is None:
+            self._file = open(self._path, "a")  # noqa: SIM115 (open as long as the lock is held)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Let others measure."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait for all work on the devices."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class Marks:
+    """Points in time on the first device's stream; on the CPU, of the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def add(self) -> None:
+        """Mark now."""
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter() * 1e3)
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append(event)
+
+    def gaps_ms(self) -> list[float]:
+        """Time between neighbouring marks, ms; all of them must have been reached."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._device.type == "cuda":
+            return [first.elapsed_time(second) for first, second in pairs]
+        return [second - first for first, second in pairs]
+
+
+def time_steps(
+    step: Callable[[], Any],
+    devices: Sequence[torch.device],
+    seconds: float,
+    max_steps: int,
+    fixed: bool = False,
+) -> dict[str, Any]:
+    """Time of one step, many issued one after another without waiting in between.
+
+    Args:
+        step: One training step; returns the loss.
+        devices: All devices it uses; the first one's stream carries the marks.
+        seconds: Rough limit for warm-up and measured steps together.
+        max_steps: Measured steps at most.
+        fixed: Exactly `max_steps` steps, as all processes of a group must do the same.
+
+    Returns:
+        `step_ms` (median of the gaps between steps), `mean_ms` (whole time by the host's clock over
+        the number of steps), `first_step_ms`, `steps`, `first_loss`, `last_loss`.
+    """
+    synchronize(devices)
+    begin = time.perf_counter()
+    first_loss = float(step())
+    synchronize(devices)
+    first_ms = (time.perf_counter() - begin) * 1e3
+    warm_ms = _warm_up(step, devices, seconds, fixed)
+    fitting = int((seconds * 1e3 - first_ms) / max(warm_ms, 1e-3))
+    num_steps = max_steps if fixed else min(max_steps, max(MIN_STEPS, fitting))
+    marks = Marks(devices[0])
+    synchronize(devices)
+    begin = time.perf_counter()
+    marks.add()
+    for _ in range(num_steps):
+        loss = step()
+        marks.add()
+    synchronize(devices)
+    mean_ms = (time.perf_counter() - begin) * 1e3 / num_steps
+    return {
+        "step_ms": round(statistics.median(marks.gaps_ms()), 4),
+        "mean_ms": round(mean_ms, 4),
+        "first_step_ms": round(first_ms, 1),
+        "steps": num_steps,
+        "first_loss": first_loss,
+        "last_loss": float(loss),
+    }
+
+
+def _warm_up(
+    step: Callable[[], Any], devices: Sequence[torch.device], seconds: float, fixed: bool
+) -> float:
+    """Up to WARM_UP steps, fewer if they are slow; time of the last one, ms."""
+    spent = 0.0
+    last = 0.0
+    for _ in range(WARM_UP):
+        begin = time.perf_counter()
+        step()
+        synchronize(devices)
+        last = time.perf_counter() - begin
+        spent += last
+        if not fixed and spent > seconds / 2:
+            break
+    return last * 1e3
+
+
+def reset_peaks(devices: Sequence[torch.device]) -> None:
+    """Forget earlier peaks of memory."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def peaks(devices: Sequence[torch.device]) -> dict[str, list[int]]:
+    """Peak bytes per device: of tensors, and with what the allocator kept."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    return {
+        "peak_bytes": [torch.cuda.max_memory_allocated(device) for device in cuda],
+        "reserved_bytes": [torch.cuda.max_memory_reserved(device) for device in cuda],
+    }
