@@ -30,7 +30,7 @@ class CudaDevice:
     def __init__(self, index: int, name: str, is_new_stream: bool = False) -> None:
         self.index = index
         self.torch_device = torch.device(name)
-        idle = _idle_streams.setdefault(name, [])
+        idle = _idle_streams.setdefault(str(self.torch_device), [])
         reuses = idle and not is_new_stream
         self.main = idle.pop() if reuses else torch.cuda.Stream(self.torch_device)
         self.buffers: dict[int, Any] = {}
