@@ -46,7 +46,9 @@ class RunnersUp:
         for entry in sorted(self._best.values(), key=lambda entry: entry[0]):
             if count == most:
                 return
-            if all(np.count_nonzero(entry[1] != other) > SAME_SHARE * len(other) for other in taken):
+            if all(
+                np.count_nonzero(entry[1] != other) > SAME_SHARE * len(other) for other in taken
+            ):
                 taken.append(entry[1])
                 count += 1
                 yield entry
