@@ -23,17 +23,18 @@ from experiments.gpu.timing import GpuLock
 from experiments.gpu.training import FORMATS, Settings, build, prepare_torch, sgd
 
 from devplace import placers
+from devplace.auto.calibration import calibrated
 from devplace.auto.candidates import candidates
-from devplace.auto.costs import price
-from devplace.auto.here import find_machine
+from devplace.auto.costs import HOPPER, price
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import time_plan
 from devplace.graph import serialize
 from devplace.graph.capture import capture
-from devplace.machine import toml
+from devplace.machine import detect, toml
 from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
 from devplace.plan import Plan
 from devplace.problem import Placement, Problem
+from devplace.run.probe import cached_probe, machine_from_probe
 
 SHARES = (0.02, 0.1, 0.3, 1.0)
 """Parts of the modules that a perturbed placement moves."""
@@ -74,9 +75,11 @@ class Bench:
     def run(self) -> None:
         """All rows; what fails is written down."""
         self.lock.acquire()
-        self.machine = find_machine("detect")
+        found = detect()
+        probed = machine_from_probe(found, cached_probe(found))
+        self.machine = calibrated(probed, HOPPER)
         self.lock.release()
-        self.data["machine"] = toml.dumps(self.machine)
+        self.data["probed"] = toml.dumps(probed)
         for count in map(int, self.options.micro_batches.split(",")):
             try:
                 self.step(count)
