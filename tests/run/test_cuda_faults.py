@@ -21,7 +21,6 @@ from devplace.errors import DeviceMemoryError, ExecutionError, GraphCaptureError
 from devplace.graph.capture import capture
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor, graphs
-from devplace.run.cuda.eager import EagerRunner
 from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
@@ -273,11 +272,8 @@ def test_the_trial_before_a_capture_keeps_no_new_state() -> None:
     """The step tried before the capture changes no parameter."""
     executor = executor_of(1)
     before = {op: executor.get(op).clone() for op in executor.schedule.graph.replaced}
-    eager = EagerRunner(
-        executor.schedule, executor._devices, executor._random, executor._order, executor._writes
-    )
     with torch.no_grad():
-        eager.rehearse(1)
+        executor._make_eager().rehearse(1)
     assert all(torch.equal(executor.get(op), value) for op, value in before.items())
     executor.close()
 
