@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,7 @@ def adam(model: Any) -> Any:
 def test_parallelize_finds_the_gpus_and_leaves_the_cpu_out() -> None:
     """On a machine with GPUs a step is captured for CUDA and runs on GPUs only, in CUDA graphs."""
     model, batch, loss = tagger()
-    with dp.parallelize(model, batch, loss, adam(model), budget="60ev,60s") as step:
+    with dp.parallelize(model, batch, loss, adam(model), budget="60ev,8s") as step:
         assert step.graph.meta["device"] == "cuda"
         assert all(name.startswith("cuda") for name in step.devices)
         assert step.mode == "graph"
@@ -58,7 +55,7 @@ def test_training_equals_eager_wherever_the_model_lies(device: str) -> None:
     optimizer, other = adam(model), adam(twin)
     x, y = torch.randn(6, 4, device=device).double(), torch.randint(0, 3, (6,), device=device)
     with dp.parallelize(
-        model, (x, y), nn.functional.cross_entropy, optimizer, budget="40ev,60s"
+        model, (x, y), nn.functional.cross_entropy, optimizer, budget="40ev", confirm=False
     ) as step:
         for _ in range(4):
             other.zero_grad()
@@ -76,7 +73,7 @@ def test_training_resumes_from_an_ordinary_checkpoint() -> None:
     """After loading state dicts, `load` goes on exactly where the checkpoint was made."""
     model, batch, loss = tagger()
     optimizer = adam(model)
-    with dp.parallelize(model, batch, loss, optimizer, budget="40ev,60s") as step:
+    with dp.parallelize(model, batch, loss, optimizer, budget="40ev", confirm=False) as step:
         for _ in range(3):
             step(*batch)
         step.sync()
@@ -92,27 +89,24 @@ def test_inference_on_a_gpu() -> None:
     """Without loss and optimizer the step returns what the model returns."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double().eval()
     x = torch.randn(5, 4).double()
-    with dp.parallelize(model, x, budget="40ev,60s") as infer:
+    with dp.parallelize(model, x, budget="40ev", confirm=False) as infer:
         assert torch.allclose(infer(x).cpu(), model(x))
 
 
 def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None:
-    """Kill, out of memory, a poisoned context and a hang are named; plans after them run."""
+    """Out of memory and a poisoned context are named; plans after them run."""
     graph, model, optimizer, batch = captured("cuda")
     machine = detect()
     left_out = excluded(machine, (), False)
     problem = dp.Problem(graph, machine, Analytic()(graph, machine), exclude=left_out)
     plan = dp.place(problem, dp.placers.Single(), "5ev").plan
     sources = step_sources(graph, model, optimizer, batch)
-    actions = ["kill", "ok", "memory", "ok", "assert", "ok", "hang", "ok"]
-    kinds = []
+    actions = ["memory", "ok", "assert", "ok"]
     with Measurer(0.1, time_limit_s=60, command=hostile(actions, tmp_path)) as measurer:
-        for action in actions:
-            trial = Trial(action, plan, graph, sources)
-            limit_s = 5 if action == "hang" else 60
-            kinds.append(measurer.measure(trial, time.monotonic() + limit_s).kind)
-    assert kinds[:4] == ["killed", "", "out of memory", ""]
-    assert kinds[4:] == ["DeviceLostError", "", "time limit", ""]
+        found = [measurer.measure(Trial(action, plan, graph, sources)) for action in actions]
+    kinds = [measurement.kind for measurement in found]
+    assert kinds == ["out of memory", "", "DeviceLostError", ""]
+    assert "device-side assert" in found[2].error
 
 
 def test_a_timed_step_is_compared_with_its_plan() -> None:
@@ -120,7 +114,12 @@ def test_a_timed_step_is_compared_with_its_plan() -> None:
     workload = workloads.build("nmt-2", size="small", device="cuda:0")
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1)
     with dp.parallelize(
-        workload.model, workload.inputs, workload.loss_fn, optimizer, budget="100ev,60s"
+        workload.model,
+        workload.inputs,
+        workload.loss_fn,
+        optimizer,
+        budget="100ev",
+        confirm=False,
     ) as step:
         step.is_timed = True
         step(*workload.inputs)
@@ -130,20 +129,21 @@ def test_a_timed_step_is_compared_with_its_plan() -> None:
         assert len(found.ops) == sum(map(len, step.plan.order))
 
 
-def test_the_command_line_runs_on_the_gpus(tmp_path: Path) -> None:
+def test_the_command_line_runs_on_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """plan --confirm measures here, and run says that it ran on the plan's GPUs."""
     assert capture_device(detect()) == "cuda"
+    monkeypatch.chdir(tmp_path)
 
     def devplace(*arguments: str) -> str:
-        command = [sys.executable, "-c", "from devplace.cli import main; main()", *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        from devplace.cli.commands import devplace
+
+        devplace(arguments, standalone_mode=False)
+        return capfd.readouterr().out
 
     planned = devplace(
-        *("plan", "rnnlm", "--size", "small", "--budget", "60ev", "--confirm", "-o", "plan.json")
+        *("plan", "rnnlm", "--size", "small", "--budget", "60ev,8s", "--confirm", "-o", "plan.json")
     )
     assert "cuda:0 alone" in planned
     ran = devplace("run", "plan.json", "--deviations")

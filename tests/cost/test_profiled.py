@@ -210,6 +210,7 @@ def test_seeds_in_host_memory_are_for_calls_outside_a_capture(
     call = attention_backward("efficient", Recorder(), "int64")
     arguments = Arguments(call, "cpu", 0, 10**6)
     (place, *_) = host_seeds(call)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     outside = arguments.run(0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     inside = arguments.run(0)

@@ -25,7 +25,6 @@ from devplace.run.compile import compile_step
 
 pytestmark = gpus.MARKS
 two_gpus = gpus.needs(2)
-GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -247,30 +246,32 @@ def python(script: str, *args: str, **env: str) -> subprocess.Popen[str]:
 
 @gpus.real_gpu
 def test_s09_own_unused_cache_is_free_and_what_others_hold_is_not() -> None:
-    """Memory that torch has cached counts as free; 4 GiB held by another process do not."""
+    """Memory that torch has cached counts as free; a fifth of the GPU that another process holds
+    does not. What others take or leave meanwhile may be half as much."""
+    size = torch.cuda.get_device_properties(0).total_memory // 5
     torch.empty(8, device="cuda:0")
     before = reserved_bytes()
-    block = torch.empty(4 * GIB, dtype=torch.uint8, device="cuda:0")
+    block = torch.empty(size, dtype=torch.uint8, device="cuda:0")
     del block
-    assert torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0) >= 4 * GIB
-    assert reserved_bytes() == before
+    assert torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0) >= size
+    assert abs(reserved_bytes() - before) < size // 2
     torch.cuda.empty_cache()
 
     script = """
-        import torch
-        held = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda:0")
+        import sys, torch
+        held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda:0")
         print("held", flush=True)
         input()
     """
-    with python(script) as other:
+    with python(script, str(size)) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         free, total = torch.cuda.mem_get_info(0)
         held = reserved_bytes()
         other.communicate("\n")
-    assert held >= 4 * GIB
-    assert held > before
-    assert abs(held - (total - free)) < GIB
+    assert held >= size
+    assert held > before + size // 2
+    assert abs(held - (total - free)) < size // 2
 
 
 def reserved_bytes() -> int:

@@ -28,7 +28,7 @@ from devplace.run.compile import compile_step
 pytestmark = [*gpus.MARKS, gpus.real_gpu]
 two_gpus = gpus.needs(2)
 MIB = 2**20
-BUDGET = "400ev,8s"
+BUDGET = "400ev,5s"
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def stack() -> tuple[Any, Any, Any]:
 
 def built(name: str, **config: Any) -> Callable[[], tuple[Any, Any, Any]]:
     def make() -> tuple[Any, Any, Any]:
-        workload = workloads.build(name, device="cpu", **config)
+        workload = workloads.build(name, device="cuda:0", **config)
         return workload.model, workload.inputs, workload.loss_fn
 
     return make
@@ -121,7 +121,9 @@ def test_s01_the_whole_step_stays_under_the_limits() -> None:
     limit = int(0.7 * peak)
     limits = {"cuda:0": limit, "cuda:1": limit}
     with gpus.capped({0: int(1.05 * limit), 1: int(1.05 * limit)}):
-        step = dp.parallelize(model, batch, loss, optimizer, budget=BUDGET, limits=limits)
+        step = dp.parallelize(
+            model, batch, loss, optimizer, budget=BUDGET, limits=limits, confirm=False
+        )
         losses = [float(step(*batch)) for _ in range(3)]
         step.close()
     assert len(step.devices) == 2
@@ -137,7 +139,9 @@ def test_s28_unequal_limits_are_used() -> None:
     limits = {0: int(0.45 * peak), 1: int(0.75 * peak)}
     named = {f"cuda:{k}": limit for k, limit in limits.items()}
     with gpus.capped({k: int(1.05 * limit) for k, limit in limits.items()}):
-        step = dp.parallelize(model, batch, mean_square, optimizer, budget=BUDGET, limits=named)
+        step = dp.parallelize(
+            model, batch, mean_square, optimizer, budget=BUDGET, limits=named, confirm=False
+        )
         step(*batch)
         step.close()
     names = step.plan.device_names

@@ -65,7 +65,7 @@ def free_bytes(device: Any) -> int:
     allocated = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - allocated
     limit = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated
-    return max(0, min(free + cached, limit))
+    return int(max(0, min(free + cached, limit)))
 
 
 def _alone(arguments: Arguments, stream: Any, device: Any) -> tuple[int, int, int]:
