@@ -74,7 +74,7 @@ def search(
     found: list[Searched] = []
     first_error: InfeasibleError | None = None
     for number, graph in enumerate(graphs):
-        problem = Problem(graph, machine, price(graph, machine), **demands)
+        problem = Problem(graph, machine, price(graph, machine, demands["exclude"]), **demands)
         chosen = placer or (Search() if len(problem.usable_devices) > 1 else Single())
         budget = clock.search_budget(len(graphs) - number, confirms)
         tell(f"searching ({number + 1} of {len(graphs)})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from devplace.auto.costs import detected
 from devplace.errors import InputError, MachineError
 from devplace.machine import Machine, detect, load_machine
 
@@ -28,6 +29,8 @@ def find_machine(machine: MachineLike) -> Machine:
             "A machine must be 'detect', a name, a machine file, a Machine or a number of logical "
             f"CPU devices, got {machine!r}."
         )
+    if machine == "detect":
+        return detected()
     return detect(machine) if isinstance(machine, int) else load_machine(machine)
 
 

@@ -28,13 +28,19 @@ def machine(num: int = 3) -> Machine:
 
 
 def test_links_get_what_was_measured() -> None:
-    """Latency: of the hop, plus the late start, less the receiver's overhead; it reads back."""
+    """A hop's time is flight and occupied time, per size; bandwidth beyond the largest; it reads
+    back."""
     report = run_probe(FakeBench(), KEY)
     measured = machine_from_probe(machine(), report)
-    link = measured.path(*FAULTY)
+    link, pair = measured.path(*FAULTY), report.pair(*FAULTY)
     assert link is not None
-    assert link.latency_ns == 5_000 + 400 - 900
+    assert pair is not None
+    for size, hop in zip(pair.sizes, pair.hop_ns["kernel"], strict=True):
+        if size < report.switch_bytes:
+            assert link.duration_ns(size) + link.latency_ns == hop
     assert link.bytes_per_s == pytest.approx(100e9, rel=0.001)
+    assert link.engine_bytes == report.switch_bytes
+    assert "cuda:0 engine" in link.channels
     assert (link.send_overhead_ns, link.receive_overhead_ns) == (700, 900)
     assert report.date in measured.sources["links"]
     assert "measured by devplace probe" in measured.sources["links"]

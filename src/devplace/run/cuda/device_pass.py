@@ -31,6 +31,10 @@ class Carrier(Protocol):
         """Make what was received usable; tells whether the stream waits for it."""
         ...
 
+    def advance(self) -> None:
+        """An op was started."""
+        ...
+
     def join(self, transfer: int) -> None:
         """Let the stream go on only when this tensor has left."""
         ...
@@ -125,6 +129,8 @@ class DevicePass:
         else:
             self._values[node] = self._make(index, node)
             self._note(node)
+            if not self._is_free(node):
+                self._carrier.advance()
         for write in self._state.writes.after.get(index, ()):
             self._write(write)
         for dead in self._state.writes.drops.get(index, ()):
@@ -210,11 +216,15 @@ class DevicePass:
             self._clock.stamp("wait")
 
     def _note(self, node: Any) -> None:
-        if self._clock is None or node.target is operator.getitem:
-            return
+        if self._clock is not None and not self._is_free(node):
+            self._clock.stamp("op", self._schedule.graph.program.op_of[node.name])
+
+    def _is_free(self, node: Any) -> bool:
+        """Whether a call starts nothing on the device."""
+        if node.target is operator.getitem:
+            return True
         op = self._schedule.graph.program.op_of[node.name]
-        if not self._schedule.graph.ops[op].is_view:
-            self._clock.stamp("op", op)
+        return bool(self._schedule.graph.ops[op].is_view)
 
     def _call(self, node: Any, write: WriteBack | None = None) -> Any:
         args = torch.fx.node.map_aggregate(node.args, self._argument)

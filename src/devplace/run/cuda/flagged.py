@@ -25,6 +25,7 @@ from devplace.run.schedule import Schedule
 
 # Tensors being pushed keep their memory until the ops are known to come after the push.
 MOST_HELD_BYTES = 512 * 2**20
+DEFERS_PUSHES = True
 
 
 class _Pending(NamedTuple):
@@ -192,19 +193,35 @@ class FlagCarrier:
         self._awaited: list[int] = []
         self._clock = clock
         self._held_bytes = 0
+        self._deferred: list[tuple[int, Any, Any]] = []
 
     def send(self, transfer: int, value: Any) -> None:
-        """Push a tensor on a stream beside the ops, that of its lane."""
-        buffer = self._mailroom.target(transfer)
-        if buffer.numel() == 0:
+        """Push a tensor on a stream beside the ops, that of its lane.
+
+        The push is recorded after the next op, though it does not depend on it: what follows an op
+        first in a graph goes on in its hardware queue, and that shall be the next op.
+        """
+        if self._mailroom.target(transfer).numel() == 0:
             self._joined.add(transfer)
             return
+        self._deferred.append((transfer, value, self._device.main.record_event()))
+        if not DEFERS_PUSHES:
+            self.advance()
+
+    def advance(self) -> None:
+        """An op was recorded: now the pushes that were put off."""
+        deferred, self._deferred = self._deferred, []
+        for transfer, value, made in deferred:
+            self._push(transfer, value, made)
+
+    def _push(self, transfer: int, value: Any, made: Any) -> None:
+        buffer = self._mailroom.target(transfer)
         lane = lane_of(self._mailroom.schedule.transfers[transfer])
         if lane not in self._sides:
             self._sides[lane] = torch.cuda.Stream(self._device.torch_device)
             self._pending[lane] = deque()
         side = self._sides[lane]
-        side.wait_stream(self._device.main)
+        side.wait_event(made)
         with torch.cuda.stream(side):
             source = value if same_layout(value, buffer) else self._relaid(value, buffer)
             with timed_transfer(self._clock, transfer):
@@ -219,9 +236,7 @@ class FlagCarrier:
     def receive(self, transfer: int) -> Any:
         """The buffer of a tensor; it is there once `flush` was called."""
         for send in self._joins[transfer]:
-            lane = lane_of(self._mailroom.schedule.transfers[send])
-            while send not in self._joined:
-                self._join_first(lane)
+            self.join(send)
         buffer = self._mailroom.buffers[transfer]
         if buffer.numel():
             self._awaited.append(transfer)
@@ -240,6 +255,7 @@ class FlagCarrier:
             if self._clock is not None:
                 self._clock.stamp("sent", transfer)
         self._awaited = []
+        self.advance()
         return True
 
     def join(self, transfer: int) -> None:
@@ -247,12 +263,15 @@ class FlagCarrier:
 
         From then on the ops come after the push, and its tensor's memory can serve them.
         """
+        if transfer not in self._joined:
+            self.advance()
         lane = lane_of(self._mailroom.schedule.transfers[transfer])
         while transfer not in self._joined:
             self._join_first(lane)
 
     def finish(self) -> None:
         """Let the ops' stream wait for every push."""
+        self.advance()
         for lane, pending in self._pending.items():
             while pending:
                 self._join_first(lane)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -175,22 +175,16 @@ def make_work_buffers(device: CudaDevice) -> None:
         device.synchronize()
 
 
-def held_bytes(names: Sequence[str]) -> list[int]:
-    """What a step holds of every device beside the tensors of the plan, for `CostTable.held_bytes`.
+def held_bytes(name: str) -> int:
+    """What a step holds of a GPU beside the tensors of the plan, for `CostTable.held_bytes`.
 
-    On a GPU: work buffers of libraries, and `SPARE_BYTES`. On other devices nothing.
+    Work buffers of libraries, and `SPARE_BYTES`.
 
     Args:
-        names: Names of the devices, shape `[D]`.
+        name: Name of the torch device. It is touched, which takes memory for good; GPUs of the same
+            kind need no asking.
     """
-    found: dict[str, int] = {}
-    for name in names:
-        if name.startswith("cuda"):  # one of each kind is touched: that takes memory for good
-            card = torch.cuda.get_device_name(name)
-            found.setdefault(card, work_buffer_bytes(name) + SPARE_BYTES)
-    return [
-        found[torch.cuda.get_device_name(name)] if name.startswith("cuda") else 0 for name in names
-    ]
+    return work_buffer_bytes(name) + SPARE_BYTES
 
 
 def take_all_free(device: CudaDevice) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from devplace.cost.cache import cache_folder
 from devplace.run.probe.report import ProbeReport
 
 _log = logging.getLogger(__name__)
@@ -21,13 +22,6 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
     sha256: str
     report: str
-
-
-def cache_folder() -> Path:
-    """`$DEVPLACE_CACHE`, or `devplace` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
-    if own := os.environ.get("DEVPLACE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devplace"
 
 
 def kept_report(key: dict[str, str]) -> ProbeReport | None:

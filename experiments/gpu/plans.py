@@ -1,0 +1,261 @@
+"""Our rows of the first table: one GPU, the expert's split, and searched plans, predicted beside
+measured.
+
+Every plan that is measured is kept with its order, so that predictions can be made again later with
+other constants (`experiments/gpu/predict.py`). Only one process at a time measures (GPU_LOCK).
+
+Run: `python -m experiments.gpu.plans WORKLOAD --out FOLDER [--number-format bf16] [--layers N]
+[--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from experiments.gpu.timing import GpuLock
+from experiments.gpu.training import FORMATS, Settings, build, prepare_torch, sgd
+
+from devplace import placers
+from devplace.auto.calibration import calibrated
+from devplace.auto.candidates import candidates
+from devplace.auto.costs import HOPPER, price
+from devplace.auto.sources import step_sources
+from devplace.auto.timing import time_plan
+from devplace.graph import serialize
+from devplace.graph.capture import capture
+from devplace.machine import detect, toml
+from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
+from devplace.plan import Plan
+from devplace.problem import Placement, Problem
+from devplace.run.probe import cached_probe, machine_from_probe
+
+SHARES = (0.02, 0.1, 0.3, 1.0)
+"""Parts of the modules that a perturbed placement moves."""
+
+
+class Bench:
+    """One workload on this machine."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.settings = Settings(
+            options.workload,
+            number_format=options.number_format,
+            size=options.size,
+            batch=options.batch,
+            layers=options.layers,
+        )
+        prepare_torch(self.settings)
+        self.lock = GpuLock()
+        self.arrays: dict[str, Any] = {}
+        self.begin = time.perf_counter()
+        self.data: dict[str, Any] = {
+            "workload": options.workload,
+            "number_format": options.number_format,
+            "layers": options.layers,
+            "batch": options.batch,
+            "card": torch.cuda.get_device_name(0),
+            "torch": str(torch.__version__),
+            "seed": 0,
+            "captures": [],
+            "rows": [],
+        }
+
+    def say(self, text: str) -> None:
+        """Progress, with the seconds since the start."""
+        print(f"[{self.options.tag} {time.perf_counter() - self.begin:.0f}] {text}", flush=True)
+
+    def run(self) -> None:
+        """All rows; what fails is written down."""
+        self.lock.acquire()
+        found = detect()
+        probed = machine_from_probe(found, cached_probe(found))
+        self.machine = calibrated(probed, HOPPER)
+        self.lock.release()
+        self.data["probed"] = toml.dumps(probed)
+        for count in map(int, self.options.micro_batches.split(",")):
+            try:
+                self.step(count)
+            except Exception as error:
+                traceback.print_exc()
+                self.data["rows"].append({"micro_batches": count, "error": str(error)[:300]})
+            self.save()
+
+    def step(self, count: int) -> None:
+        """Rows of the step with this number of micro-batches."""
+        begin = time.perf_counter()
+        self.workload = build(self.settings)
+        self.optimizer = sgd(self.workload.model)
+        graph = capture(
+            self.workload.model,
+            self.workload.inputs,
+            self.workload.loss_fn,
+            self.optimizer,
+            count,
+            autocast=torch.bfloat16 if self.options.number_format == "bf16" else None,
+            name=self.options.workload,
+        )
+        seconds = {"capture": time.perf_counter() - begin}
+        self.sources = step_sources(
+            graph, self.workload.model, self.optimizer, self.workload.inputs
+        )
+        self.lock.acquire()
+        begin = time.perf_counter()
+        costs = price(graph, self.machine, ("cpu:0",))
+        seconds["profile"] = time.perf_counter() - begin
+        self.lock.release()
+        self.say(f"{len(graph.ops)} ops, {seconds}, notes {costs.notes}")
+        self.graph, self.costs, self.count = graph, costs, count
+        self.arrays[f"{count}.graph"] = np.frombuffer(serialize.to_json(graph), np.uint8)
+        self.arrays[f"{count}.costs"] = costs.compute_ns
+        one = self.problem(1)
+        single = placers.place(one, placers.Single(), allow_infeasible=True)
+        self.measure("one graph", 1, single.plan)
+        for used in map(int, self.options.gpus.split(",")):
+            self.several(used, seconds)
+        self.data["captures"].append(
+            {"micro_batches": count, "ops": len(graph.ops), "seconds": seconds}
+        )
+
+    def several(self, used: int, seconds: dict[str, float]) -> None:
+        """The expert's split and the search's best plans on this many GPUs."""
+        problem = self.problem(used)
+        if not placers.Layers().supports(problem):
+            expert = placers.place(problem, placers.Layers(), allow_infeasible=True)
+            self.measure("layers", used, expert.plan)
+        begin = time.perf_counter()
+        result = placers.place(problem, placers.Search(), self.options.budget, 0)
+        seconds[f"search {used}"] = time.perf_counter() - begin
+        self.say(
+            f"{used} GPUs: {result.step_ns / 1e6:.2f} ms after {result.evaluations} evaluations,"
+            f" bound {result.bound.step_ns / 1e6:.2f}"
+        )
+        begin = time.perf_counter()
+        tried = [c for c in candidates(result, 1) if not c.is_single][:2]
+        for candidate in tried:
+            self.measure(candidate.name, used, candidate.plan, result.bound.step_ns)
+        seconds[f"confirm {used}"] = time.perf_counter() - begin
+        if used == max(map(int, self.options.gpus.split(","))):
+            self.perturbed(problem, result.plan, used)
+
+    def problem(self, used: int) -> Problem:
+        """The step on the first so many GPUs."""
+        keep = {f"cuda:{k}" for k in range(used)}
+        outside = [name for name in self.machine.device_names if name not in keep]
+        return Problem(self.graph, self.machine, self.costs, exclude=outside)
+
+    def measure(self, name: str, used: int, plan: Plan, bound_ns: int = 0) -> None:
+        """Time a plan and keep it."""
+        key = f"{self.count}.{used}.{name}"
+        row: dict[str, Any] = {
+            "micro_batches": self.count,
+            "name": name,
+            "gpus": used,
+            "predicted_ns": plan.predicted.step_ns,
+            "predicted_peak": plan.predicted.peak_bytes,
+            "bound_ns": bound_ns,
+        }
+        self.lock.acquire()
+        try:
+            timing = time_plan(
+                self.graph,
+                plan.placement,
+                plan.order,
+                plan.device_names,
+                self.sources,
+                self.options.seconds,
+            )
+            row |= {
+                "measured_ns": timing.step_ns,
+                "round_ns": timing.round_ns,
+                "peak": timing.peak_bytes,
+                "mode": timing.mode,
+                "reason": timing.reason,
+            }
+        except Exception as error:
+            traceback.print_exc()
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        finally:
+            torch.cuda.empty_cache()
+            self.lock.release()
+        self.data["rows"].append(row)
+        self.arrays[f"{key}.placement"] = np.array(plan.placement, np.int8)
+        for device, order in enumerate(plan.order):
+            self.arrays[f"{key}.order{device}"] = np.array(order, np.int32)
+        measured = row.get("measured_ns", 0) / 1e6
+        self.say(f"{key}: predicted {row['predicted_ns'] / 1e6:.2f}, measured {measured:.2f} ms")
+        self.save()
+
+    def perturbed(self, problem: Problem, plan: Plan, used: int) -> None:
+        """Placements near the best one and far from it."""
+        rng = np.random.default_rng(0)
+        modules = [op.module.rpartition(".")[0] or op.module for op in self.graph.ops]
+        names = sorted(set(modules))
+        of_op = np.array([names.index(module) for module in modules])
+        devices = np.array(placers.groups.accelerators(problem), np.int32)
+        best = np.array(plan.placement, np.int32)
+        for number in range(self.options.placements):
+            moved = rng.random(len(names)) < SHARES[number % len(SHARES)]
+            target = rng.choice(devices, len(names))
+            wish = np.where(moved[of_op], target[of_op], best).astype(np.int32)
+            tasks = problem.core.tasks.task_op
+            groups = by_vote(problem, wish[tasks], mean_duration_ns(problem))
+            fixed = _Fixed(Placement(op_devices(problem, groups)))
+            found = placers.place(problem, fixed, allow_infeasible=True)
+            self.measure(f"random {number}", used, found.plan)
+
+    def save(self) -> None:
+        """Write everything so far."""
+        folder = Path(self.options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.options.tag}.json"
+        path.write_text(json.dumps(self.data, indent=1) + "\n")
+        np.savez_compressed(folder / f"{self.options.tag}.npz", **self.arrays)
+
+
+class _Fixed:
+    """A given placement as a placer."""
+
+    name = "given"
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def supports(self, problem: Problem) -> str:
+        """Always."""
+        return ""
+
+    def __call__(self, problem: Problem, evaluate: Any, rng: Any) -> Placement:
+        """The placement."""
+        return self._placement
+
+
+def main() -> None:
+    """Measure one workload."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--tag")
+    parser.add_argument("--number-format", default="tf32", choices=FORMATS)
+    parser.add_argument("--size", default="full")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--micro-batches", default="1")
+    parser.add_argument("--gpus", default="2,4")
+    parser.add_argument("--budget", default="30s")
+    parser.add_argument("--placements", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.6)
+    options = parser.parse_args()
+    options.tag = options.tag or f"{options.workload}-{options.number_format}"
+    Bench(options).run()
+
+
+if __name__ == "__main__":
+    main()

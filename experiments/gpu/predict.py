@@ -1,0 +1,121 @@
+"""Predict again every plan that `experiments/gpu/plans.py` measured, and fit the constants.
+
+Prints predicted beside measured for every row, with the constants of the package and with those
+fitted to the rows of some workloads; writes both to a file.
+
+Run: `python -m experiments.gpu.predict FOLDER [--fit rnnlm,nmt-4,bert-large] [--out FILE]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from devplace.auto.calibration import Calibration, Observation, fit
+from devplace.auto.costs import HOPPER
+from devplace.cost import CostTable
+from devplace.graph import serialize
+from devplace.machine import toml
+
+
+def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
+    """Every measured row of one workload."""
+    data, arrays = json.loads(path.read_text()), np.load(path.with_suffix(".npz"))
+    machine = toml.loads(data["probed"])
+    found, steps = [], {}
+    for row in data["rows"]:
+        if "measured_ns" not in row:
+            continue
+        count = row["micro_batches"]
+        if count not in steps:
+            graph = serialize.from_json(bytes(arrays[f"{count}.graph"]))
+            steps[count] = graph, CostTable(arrays[f"{count}.costs"], "profiled")
+        graph, costs = steps[count]
+        key = f"{count}.{row['gpus']}.{row['name']}"
+        order = [arrays[f"{key}.order{d}"].tolist() for d in range(len(machine.devices))]
+        one = Observation(
+            graph,
+            costs,
+            machine,
+            tuple(arrays[f"{key}.placement"].tolist()),
+            tuple(map(tuple, order)),
+            row["measured_ns"],
+        )
+        about = {key: data[key] for key in ("workload", "number_format", "layers", "card")}
+        found.append(({**about, **row}, one))
+    return found
+
+
+def ranks(values: list[float]) -> np.ndarray:
+    """Ranks; ties do not occur among measured times."""
+    return np.argsort(np.argsort(values))
+
+
+def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Median and worst error over the rows that are not random placements; rank correlation over
+    those that are, per workload."""
+    plain = [r for r in rows if not r["name"].startswith("random")]
+    errors = np.abs([r[key] / r["measured_ns"] - 1 for r in plain])
+    found: dict[str, Any] = {
+        "rows": len(plain),
+        "median_error": round(float(np.median(errors)), 4),
+        "worst_error": round(float(errors.max()), 4),
+        "worst_row": "{workload} {number_format} {micro_batches} {gpus} {name}".format(
+            **plain[int(errors.argmax())]
+        ),
+    }
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["name"].startswith("random"):
+            where = f"{row['workload']} x{row['micro_batches']} on {row['gpus']}"
+            groups.setdefault(where, []).append(row)
+    for name, group in groups.items():
+        pairs = ranks([r[key] for r in group]), ranks([r["measured_ns"] for r in group])
+        found[f"rank correlation, {name}"] = round(float(np.corrcoef(*pairs)[0, 1]), 4)
+        found[f"placements, {name}"] = len(group)
+    return found
+
+
+def main() -> None:
+    """Predict, fit, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--fit", default="rnnlm,nmt-4,bert-large")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    pairs = [p for path in sorted(options.folder.glob("*.json")) for p in observations(path)]
+    chosen = options.fit.split(",")
+    used = [one for row, one in pairs if row["workload"] in chosen and row["gpus"] > 1]
+    fitted: Calibration = fit(used, HOPPER, rounds=options.rounds) if options.rounds else HOPPER
+    rows = []
+    for row, one in pairs:
+        row["predicted_package_ns"] = one.predicted_ns(HOPPER)
+        row["predicted_fitted_ns"] = one.predicted_ns(fitted)
+        rows.append(row)
+        print(
+            f"{row['workload']:13} {row['number_format']} x{row['micro_batches']} on {row['gpus']} "
+            f"{row['name']:12} measured {row['measured_ns'] / 1e6:7.2f}  package "
+            f"{row['predicted_package_ns'] / row['measured_ns'] - 1:+6.1%}  fitted "
+            f"{row['predicted_fitted_ns'] / row['measured_ns'] - 1:+6.1%}"
+        )
+    data = {
+        "package": msgspec.to_builtins(HOPPER),
+        "fitted": msgspec.to_builtins(fitted),
+        "fitted_to": chosen,
+        "errors_package": summary(rows, "predicted_package_ns"),
+        "errors_fitted": summary(rows, "predicted_fitted_ns"),
+        "rows": rows,
+    }
+    print(json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
