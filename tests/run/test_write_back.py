@@ -123,7 +123,7 @@ def test_writing_in_place_gives_the_same_numbers(name: str) -> None:
         buffers[op] = value.detach().clone()
     places = {op: value.data_ptr() for op, value in buffers.items()}
     (writes,) = write_backs(schedule)
-    strides: dict[int, tuple[int, ...]] = {}
+    strides: dict[Any, tuple[int, ...]] = {}
     run_pass(schedule, buffers, StateWrites(writes, is_trial=True, strides=strides))
     for number in (1, 2, 3):
         groups = None if optimizer is None else optimizer.param_groups

@@ -13,7 +13,7 @@ from devplace.run.codegen import last_uses
 from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
-from devplace.run.write_back import DeviceWrites, WriteBack, out_overload
+from devplace.run.write_back import DeviceWrites, Scratch, WriteBack, out_overload
 
 
 class Carrier(Protocol):
@@ -51,15 +51,15 @@ class StateWrites:
         writes: What may be written back, and when.
         is_trial: Whether the step is only tried: memory is taken as in a step, sources keep their
             values, and where a new value would lie in the old one's memory the old one stands in.
-        strides: Result -> strides of its value as the op itself lays it out. A step notes them,
-            later ones compute in place where the old value lies just so.
+        strides: FX node of a new value -> its strides as the op itself lays it out. A step notes
+            them, later ones compute in place where the old value lies just so.
     """
 
     def __init__(
         self,
         writes: DeviceWrites,
         is_trial: bool = False,
-        strides: dict[int, tuple[int, ...]] | None = None,
+        strides: dict[Any, tuple[int, ...]] | None = None,
     ) -> None:
         self.writes = writes
         self.is_trial = is_trial
@@ -171,7 +171,7 @@ class DevicePass:
             return self._sources[write.source]
         return self._call(node)
 
-    def _try_in_place(self, write: WriteBack) -> bool:
+    def _try_in_place(self, write: WriteBack | Scratch) -> bool:
         """Whether an op can write into the old value, found without a second value in memory.
 
         A trial must leave the old value alone, so its first rows are computed and dropped, which
@@ -185,25 +185,25 @@ class DevicePass:
         bare = {arg: _bare(value) for arg, value in tensors.items()}
         first_rows = {arg: value[:1] if value.dim() else value for arg, value in tensors.items()}
         strides = _call_with(node, bare).stride()
-        self._state.strides[write.result] = strides
+        self._state.strides[write.node] = strides
         if strides != buffer.stride():
             return False
         _call_with(node, first_rows)
         return True
 
-    def _target_in_place(self, index: int) -> WriteBack | None:
-        """The write-back that this instruction's op may do itself, in its own layout."""
+    def _target_in_place(self, index: int) -> WriteBack | Scratch | None:
+        """The source whose memory this instruction's op may write into, in its own layout."""
         write = self._state.writes.in_place(index)
-        if write is None or self._state.is_trial:
+        if write is None:
             return None
-        known = self._state.strides.get(write.result)
+        known = self._state.strides.get(write.node)
         return write if known == self._sources[write.source].stride() else None
 
     def _write(self, write: WriteBack) -> None:
         value, buffer = self._values[write.node], self._sources[write.source]
         if value is buffer:
             return
-        self._state.strides[write.result] = value.stride()
+        self._state.strides[write.node] = value.stride()
         if not self._state.is_trial:
             for transfer in write.pushes:
                 self._carrier.join(transfer)
@@ -226,7 +226,7 @@ class DevicePass:
         op = self._schedule.graph.program.op_of[node.name]
         return bool(self._schedule.graph.ops[op].is_view)
 
-    def _call(self, node: Any, write: WriteBack | None = None) -> Any:
+    def _call(self, node: Any, write: WriteBack | Scratch | None = None) -> Any:
         args = torch.fx.node.map_aggregate(node.args, self._argument)
         kwargs = torch.fx.node.map_aggregate(node.kwargs, self._argument)
         try:

@@ -71,7 +71,7 @@ class GraphRunner:
         random: Mapping[int, RandomOps],
         order: list[Place],
         writes: tuple[DeviceWrites, ...],
-        strides: dict[int, tuple[int, ...]],
+        strides: dict[Any, tuple[int, ...]],
         arena_bytes: Mapping[int, int],
     ) -> None:
         self._mailroom = mailroom
