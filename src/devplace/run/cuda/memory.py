@@ -16,8 +16,8 @@ from devplace.run.cuda.device import CudaDevice
 # their own; one piece of memory for all is worth it from here on.
 LEAST_ARENA_BYTES = 20 * 2**20
 # What a step reserves beyond its tensors at their peak: pages that are partly used, ends of the
-# pieces that parameters and receive buffers come out of, flags, tensors that are being pushed. Steps
-# of GPT-2 and BERT on H100s reserved 30 to 70 MiB more than their tensors took.
+# pieces that parameters and receive buffers come out of, flags, tensors that are being pushed.
+# Steps of GPT-2 and BERT on H100s reserved 30 to 70 MiB more than their tensors took.
 SPARE_BYTES = 64 * 2**20
 
 
