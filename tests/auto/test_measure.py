@@ -79,7 +79,7 @@ def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None
     command = hostile(actions, tmp_path)
     found = measure(trials(actions), seconds=SHORT, command=command)
     kinds = [each.kind for each in found]
-    assert kinds == ["killed", "", "ended", "out of memory", "", "RuntimeError", ""]
+    assert kinds == ["killed", "", "ended", "out of memory", "", "DeviceLostError", ""]
     assert "SIGKILL" in found[0].error
     assert "exit code 7: last words" in found[2].error
     assert "illegal memory access" in found[5].error

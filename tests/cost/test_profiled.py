@@ -12,9 +12,10 @@ import torch
 
 from devplace import workloads
 from devplace.cost.analytic import Analytic
-from devplace.cost.inputs import Arguments, make_tensor
+from devplace.cost.inputs import Arguments, host_seeds, make_tensor
 from devplace.cost.profiled import Profiled
 from devplace.cost.signature import OpCall, TensorSpec, op_calls
+from devplace.cost.timing import free_bytes
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.machine import Machine, detect, presets
@@ -160,3 +161,73 @@ def test_a_machine_is_measured_only_where_its_processor_is(graph: OpGraph) -> No
     devices = tuple(msgspec.structs.replace(d, model="Another CPU") for d in here.devices)
     other = Machine("other", devices, here.links, here.pools)
     assert Profiled(cache=None)(graph, other).origin == "analytic"
+
+
+def attention_backward(kind: str, target: Any, dtype: str) -> OpCall:
+    """A call with one spec for every tensor, the seeds' in `dtype`."""
+    schema = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward").default
+    specs = []
+    for argument in schema._schema.arguments:
+        is_seed = argument.name.startswith("philox")
+        specs.append(TensorSpec((), (), dtype) if is_seed else TensorSpec((2,), (1,), "float32"))
+    return OpCall(target or schema, tuple(specs), {}, "key")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "names"),
+    [
+        ("efficient", "int64", ["philox_seed", "philox_offset"]),
+        ("flash", "int64", ["philox_seed", "philox_offset"]),
+        ("flash", "uint64", []),
+        ("cudnn", "int64", []),
+    ],
+)
+def test_seeds_of_attention_lie_where_its_backward_reads_them(
+    kind: str, dtype: str, names: list[str]
+) -> None:
+    """Those that are followed on the host outside a capture are made there."""
+    call = attention_backward(kind, None, dtype)
+    arguments = call.target._schema.arguments
+    found = host_seeds(call)
+    assert [arguments[place].name for place in found] == names
+    assert all(seed.device.type == "cpu" and seed.shape == () for seed in found.values())
+
+
+def test_seeds_in_host_memory_are_for_calls_outside_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A captured call gets the seeds that lie on the device."""
+
+    class Recorder:
+        _schema = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default._schema
+
+        def __str__(self) -> str:
+            return "efficient_attention"
+
+        def __call__(self, *args: Any) -> Any:
+            return args
+
+    call = attention_backward("efficient", Recorder(), "int64")
+    arguments = Arguments(call, "cpu", 0, 10**6)
+    (place, *_) = host_seeds(call)
+    outside = arguments.run(0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    inside = arguments.run(0)
+    assert outside[place] is not inside[place]
+    assert outside[0] is inside[0]
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 40 + 5), (0.3, 30 - 15), (0.1, 0)])
+def test_free_memory_of_a_gpu_keeps_to_the_fraction(
+    fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 bytes 40 are free, 20 are torch's, 15 of them in use; the process may be limited."""
+    values = {
+        "mem_get_info": (40, 100),
+        "memory_allocated": 15,
+        "memory_reserved": 20,
+        "get_per_process_memory_fraction": fraction,
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_bytes("cuda:0") == expected

@@ -307,16 +307,8 @@ def test_the_trial_before_a_capture_keeps_no_new_state() -> None:
     """The step tried before the capture changes no parameter."""
     executor = executor_of(1)
     before = {op: executor.get(op).clone() for op in executor.schedule.graph.replaced}
-    eager = EagerRunner(
-        executor.schedule,
-        executor._devices,
-        executor._random,
-        executor._order,
-        executor._writes,
-        executor._routes,
-    )
     with torch.no_grad():
-        eager.rehearse(1)
+        executor._make_eager().rehearse(1)
     assert all(torch.equal(executor.get(op), value) for op, value in before.items())
     executor.close()
 

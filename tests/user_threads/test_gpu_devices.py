@@ -85,8 +85,8 @@ def test_s71_ops_are_observed_where_they_were_planned(monkeypatch: pytest.Monkey
     observed: dict[str, set[str]] = {}
     call = DevicePass._call
 
-    def noting(self: Any, node: Any) -> Any:
-        value = call(self, node)
+    def noting(self: Any, node: Any, *rest: Any) -> Any:
+        value = call(self, node, *rest)
         made = value if isinstance(value, (tuple, list)) else (value,)
         devices = {str(tensor.device) for tensor in made if isinstance(tensor, torch.Tensor)}
         observed.setdefault(node.name, set()).update(devices)
@@ -121,19 +121,33 @@ class Branches(nn.Module):
 @gpus.real_gpu
 @pytest.mark.parametrize("count", gpus.COUNTS)
 def test_s24_branches_on_their_own_gpus_run_at_the_same_time(count: int) -> None:
-    """All branches are under way at one moment of the measured step, which is shorter than three
-    quarters of their sum."""
-    model = Branches(count, 2048, 12).to(gpus.HOME)
-    batch = normal(2048, 2048)
+    """All branches are under way at one moment of a measured step, which is shorter than three
+    quarters of their sum.
+
+    The best of three measured steps counts: others may use these GPUs too.
+    """
+    with torch.device(gpus.HOME):
+        model = Branches(count, 2048, 24)  # some 30 ms each, much more than a launch
+    batch = normal(8192, 2048)
     graph = capture(model, batch)
     place = gpus.modules_on({f"branches.{k}": k for k in range(count)})
     step = compile_step(model, None, graph, *place(graph, count), gpus.names(count))
     step(*batch)
     step.is_timed = True
-    step(*batch)
-    timeline = step.timeline
+    seen = []
+    for _ in range(3):
+        step(*batch)
+        spans = branch_spans(graph, step.timeline, count)
+        work_ns = sum(finish - start for start, finish in spans)
+        seen.append((step.timeline.makespan_ns / work_ns, spans))
     step.close()
-    assert timeline is not None
+    share, spans = min(seen)
+    assert max(start for start, _ in spans) < min(finish for _, finish in spans)
+    assert share < 0.75
+
+
+def branch_spans(graph: Any, timeline: Any, count: int) -> list[tuple[int, int]]:
+    """First start and last end of each branch, ns."""
     spans = []
     for k in range(count):
         ops = [
@@ -141,9 +155,8 @@ def test_s24_branches_on_their_own_gpus_run_at_the_same_time(count: int) -> None
             for i, op in enumerate(graph.ops)
             if op.module.startswith(f"branches.{k}.") and timeline.start_ns[i] >= 0
         ]
-        spans.append((timeline.start_ns[ops].min(), timeline.finish_ns[ops].max()))
-    assert max(start for start, _ in spans) < min(finish for _, finish in spans)
-    assert timeline.makespan_ns < 0.75 * sum(finish - start for start, finish in spans)
+        spans.append((int(timeline.start_ns[ops].min()), int(timeline.finish_ns[ops].max())))
+    return spans
 
 
 OPTIMIZERS: dict[str, tuple[int, Any]] = {

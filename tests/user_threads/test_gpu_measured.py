@@ -71,7 +71,8 @@ def test_s53_the_probe_finds_a_link_that_changes_data() -> None:
 def test_s64_profiling_needs_no_more_memory_than_an_op() -> None:
     """A model three times larger than the memory that is left is profiled op by op, to the last."""
     machine = detect()
-    model = mlp(4096, 12).to("cuda:0")
+    with torch.device("cuda:0"):
+        model = mlp(4096, 24)
     batch = (torch.randn(256, 4096, device="cuda:0"),)
     graph = capture(model, batch, mean_square, sgd(list(model.parameters())))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -105,9 +105,18 @@ def measure(step: Any, plan: Any, seconds: float, seed: int) -> Any:
 
 
 def explain(error: BaseException) -> tuple[Any, bool]:
-    """The answer that tells of an error, and whether the process is still good for others."""
-    from devplace.errors import DevplaceError
+    """The answer that tells of an error, and whether the process is still good for others.
 
+    Its kind is `out of memory` or the name of the error; one after which CUDA fails for good is a
+    `DeviceLostError`, wherever it was met.
+    """
+    from devplace.errors import DeviceLostError, DevplaceError
+    from devplace.run.cuda.failures import is_lasting, lost_device_error
+
+    if is_lasting(error) and not isinstance(error, DeviceLostError):
+        error = lost_device_error("Measuring the plan", error)
+    if isinstance(error, DeviceLostError):
+        return ("failed", type(error).__name__, str(error)), False
     chain, seen = [error], error
     while (cause := seen.__cause__) is not None and cause not in chain:
         chain.append(cause)

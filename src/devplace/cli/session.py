@@ -8,13 +8,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.plan import Plan
 from devplace.problem import Problem
+
+if TYPE_CHECKING:
+    from devplace.cost import CostTable
+    from devplace.graph import OpGraph
+    from devplace.machine import Machine
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
@@ -148,17 +153,31 @@ def open_session(request: Request, *, with_values: bool = False) -> Session:
     _check_devices(request, machine)
     request = replace(request, device=_device(request, machine))
     workload, optimizer, graph = _capture(request, "cpu" if with_values else "meta")
-    from devplace.cost.analytic import Analytic
-
+    machine, costs = _priced(request, machine, graph)
     problem = Problem(
         graph,
         machine,
-        Analytic()(graph, machine),
+        costs,
         limits=request.limits,
         pins=request.pins,
         exclude=request.exclude,
     )
     return Session(request, workload, optimizer, problem)
+
+
+def _priced(request: Request, machine: Machine, graph: OpGraph) -> tuple[Machine, CostTable]:
+    """Machine and costs: measured if its GPUs are in this computer, else the roofline."""
+    if request.device != "cuda":
+        from devplace.cost.analytic import Analytic
+
+        return machine, Analytic()(graph, machine)
+    from devplace.auto.costs import measured_machine, price
+
+    if request.machine == "detect":
+        with working("probing links"):
+            machine = measured_machine(machine)
+    with working("timing ops"):
+        return machine, price(graph, machine, request.exclude)
 
 
 def _device(request: Request, machine: Any) -> str:

@@ -61,10 +61,13 @@ class Arguments:
         self.copies = max(1, min(copies, 1 + spare))
         shared: dict[int, Any] = {}
         self._sets = [self._fill(shared) for _ in range(self.copies)]
+        self._seeds = host_seeds(call)
 
     def run(self, number: int) -> Any:
         """Call the op with one of the copies."""
         args, kwargs = self._sets[number % self.copies]
+        if self._seeds and not torch.cuda.is_current_stream_capturing():
+            args = tuple(self._seeds.get(place, arg) for place, arg in enumerate(args))
         return self._call.target(*args, **kwargs)
 
     def _fill(self, shared: dict[int, Any]) -> tuple[Any, Any]:
@@ -80,6 +83,22 @@ class Arguments:
         return _map(self._call.args, make, self._device), _map(
             self._call.kwargs, make, self._device
         )
+
+
+def host_seeds(call: OpCall) -> dict[int, Any]:
+    """Seed and offset of attention's backward by place among the arguments, in host memory.
+
+    Outside of a capture these ops follow the addresses on the host, in a capture on the device;
+    the wrong one crashes the process. Seeds of other types are always on the device.
+    """
+    if not any(name in str(call.target) for name in ("efficient_attention", "flash_attention")):
+        return {}
+    names = [argument.name for argument in call.target._schema.arguments]
+    return {
+        place: torch.zeros(arg.shape, dtype=torch.int64)
+        for place, (name, arg) in enumerate(zip(names, call.args, strict=False))
+        if name in ("philox_seed", "philox_offset") and arg.dtype == "int64"
+    }
 
 
 def _specs(arg: Any) -> Any:

@@ -41,18 +41,31 @@ def time_on_cuda(call: OpCall, device: Any, stream: Any) -> Timing:
     """
     device = torch.device(device)
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    free = torch.cuda.mem_get_info(device)[0]
+    budget = min(MOST_BYTES, free_bytes(device) // 4)
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
-        arguments = Arguments(call, device, 2 * cache, min(MOST_BYTES, free // 4))
+        arguments = Arguments(call, device, 2 * cache, budget)
         arguments.run(0)
         alone_ns, workspace, made = _alone(arguments, stream, device)
-        most = max(LEAST_CHAIN, int(min(MOST_BYTES, free // 4) // max(1, made + workspace)))
+        most = budget // max(1, made + workspace)
         chain = max(LEAST_CHAIN, min(MOST_CHAIN, most, CHAIN_NS // max(1, alone_ns)))
+        keeps = made >= 2**20 and chain <= most
         try:
-            return Timing(_chained(arguments, stream, chain, made), workspace)
+            return Timing(_chained(arguments, stream, chain, keeps), workspace)
         except RuntimeError:
             torch.cuda.synchronize(device)
             return Timing(alone_ns, workspace)
+
+
+def free_bytes(device: Any) -> int:
+    """Memory that this process may still take of a GPU, what torch has cached unused included.
+
+    A fraction set with `torch.cuda.set_per_process_memory_fraction` is kept to.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated
+    return max(0, min(free + cached, limit))
 
 
 def _alone(arguments: Arguments, stream: Any, device: Any) -> tuple[int, int, int]:
@@ -71,10 +84,9 @@ def _alone(arguments: Arguments, stream: Any, device: Any) -> tuple[int, int, in
     return round(begin.elapsed_time(end) * 1e6), max(0, workspace), max(0, made_bytes)
 
 
-def _chained(arguments: Arguments, stream: Any, count: int, made_bytes: int) -> int:
+def _chained(arguments: Arguments, stream: Any, count: int, keeps: bool) -> int:
     graph = torch.cuda.CUDAGraph()
-    keeps = made_bytes >= 2**20  # so that results are not written to the same place in the cache
-    kept: list[Any] = []
+    kept: list[Any] = []  # so that results are not written to the same place in the cache
     graph.capture_begin(capture_error_mode="relaxed")
     try:
         for number in range(count):

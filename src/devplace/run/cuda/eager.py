@@ -152,6 +152,10 @@ class _Copies:
     def send(self, transfer: int, value: Any) -> None:
         receiver = self._devices[self._schedule.transfers[transfer].dst]
         sender = self._devices[self._schedule.transfers[transfer].src]
+        if _lies_on_host(value, sender) and isinstance(receiver, CudaDevice):
+            self._layouts.setdefault(transfer, empty_like_layout(value, "meta"))
+            self._arrived[transfer] = value
+            return
         dense = pack_tensor(value)
         with receiver.current():
             buffer = self._buffer(dense, receiver)
@@ -187,3 +191,12 @@ class _Copies:
 
     def flush(self) -> bool:
         return True  # the stream may wait for a copy
+
+
+def _lies_on_host(value: Any, sender: AnyDevice) -> bool:
+    """Whether a GPU's op left a tensor in host memory, from which its readers take it too.
+
+    Attention with dropout does so with its seed and offset, but not while a graph is captured.
+    A reader follows their addresses on the host, so a copy on a GPU would crash the process.
+    """
+    return isinstance(sender, CudaDevice) and value.device.type == "cpu"
