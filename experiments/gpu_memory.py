@@ -27,7 +27,7 @@ from devplace.machine import detect
 from devplace.problem import Problem
 from devplace.report.measured_memory import measured_memory_rows
 from devplace.run import compile_step
-from devplace.run.cuda.memory import work_buffer_bytes
+from devplace.run.cuda.memory import held_bytes
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nmt": ("nmt-2", {"seq": 20}),
@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt-2", {"batch": 4, "layers": 6}),
 }
 SEARCHED = ("nmt", "bert")
+SHARE_OF_ONE = 0.75  # of one GPU's peak is what each of two may hold of a searched plan
 STEPS = 2
 TOO_MUCH = 1.07  # predicted peak over the limit where a plan must fail
 
@@ -54,9 +55,10 @@ def child(name: str, out: Path) -> None:
     torch.cuda.empty_cache()
     machine = detect()
     held = np.zeros(len(machine.devices), np.int64)
+    per_gpu = held_bytes("cuda:0")
     for index, device in enumerate(machine.device_names):
         if device.startswith("cuda"):
-            held[index] = work_buffer_bytes(device)
+            held[index] = per_gpu
     costs = replace(Analytic()(graph, machine), held_bytes=held)
     data: dict[str, Any] = {
         "model": name,
@@ -68,7 +70,8 @@ def child(name: str, out: Path) -> None:
     }
     plans = {1: plan(graph, machine, costs, name, 1)}
     if torch.cuda.device_count() > 1:
-        plans[2] = plan(graph, machine, costs, name, 2)
+        most = round(SHARE_OF_ONE * max(plans[1].predicted.peak_bytes.values()))
+        plans[2] = plan(graph, machine, costs, name, 2, most)
     peaks = {n: max(made.predicted.peak_bytes.values()) for n, made in plans.items()}
 
     def run(used: int, limit_bytes: int | None) -> dict[str, Any]:
@@ -93,11 +96,17 @@ def child(name: str, out: Path) -> None:
     save(out, data)
 
 
-def plan(graph: Any, machine: Any, costs: Any, name: str, used: int) -> Any:
-    """A plan for that many GPUs."""
+def plan(
+    graph: Any, machine: Any, costs: Any, name: str, used: int, limit_bytes: int | None = None
+) -> Any:
+    """A plan for that many GPUs, with no more than so many bytes on each if it is searched for."""
     keep = {f"cuda:{k}" for k in range(used)}
     problem = Problem(
-        graph, machine, costs, exclude=[d for d in machine.device_names if d not in keep]
+        graph,
+        machine,
+        costs,
+        limits=dict.fromkeys(keep, limit_bytes) if limit_bytes and name in SEARCHED else {},
+        exclude=[d for d in machine.device_names if d not in keep],
     )
     if used == 1:
         return placers.place(problem, placers.Single(), "5s", 0, allow_infeasible=True).plan
@@ -132,10 +141,7 @@ def run_case(
         )
         for _ in range(STEPS):
             loss = float(step(*inputs))
-        executor: Any = step.executor
-        rows = measured_memory_rows(predicted, executor.measured_memory())
-        found = {"ran": True, "loss": loss, "mode": executor.mode, "rows": rows}
-        found["reason"] = executor.reason
+        found = {"ran": True, "loss": loss, **measured(step.executor, predicted)}
     except DeviceMemoryError as error:
         found["error"] = str(error)
     except Exception as error:
@@ -153,6 +159,16 @@ def run_case(
     found["left_bytes"] = [b - a for a, b in zip(before, after, strict=True)]
     found["seconds"] = round(time.perf_counter() - begin, 1)
     return found
+
+
+def measured(executor: Any, predicted: dict[str, int]) -> dict[str, Any]:
+    """What a step that ran took; the most that a device reserved is what a limit would count."""
+    memory = executor.measured_memory()
+    rows = measured_memory_rows(predicted, memory)
+    for row, found in zip(rows, memory, strict=True):
+        row["reserved_after_bytes"] = found.reserved_bytes
+        row["allocated_after_bytes"] = found.allocated_bytes
+    return {"mode": executor.mode, "reason": executor.reason, "rows": rows}
 
 
 def save(out: Path, data: dict[str, Any]) -> None:
@@ -186,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="gpu_memory.json")
     parser.add_argument("--model", default="")
-    parser.add_argument("--limit-s", type=float, default=110.0)
+    parser.add_argument("--limit-s", type=float, default=60.0)
     options = parser.parse_args()
     if options.model:
         child(options.model, Path(options.out))

@@ -21,6 +21,8 @@ from devplace.errors import DeviceMemoryError, ExecutionError, GraphCaptureError
 from devplace.graph.capture import capture
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor, graphs
+from devplace.run.cuda.eager import EagerRunner
+from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
@@ -170,6 +172,39 @@ def test_memory_that_runs_out_is_named_and_given_back(
     step.sync()
     step.close()
     assert not torch.equal(next(case[0].parameters()), next(twin.parameters()))
+
+
+def test_a_warm_up_is_tried_again_out_of_all_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first try that finds no memory is not the end; the captured step is right."""
+    case = wide()
+    step = make(case)
+    rehearse, tries = EagerRunner.rehearse, []
+
+    def once(self: Any, number: int) -> Any:
+        tries.append(number)
+        return hog() if len(tries) == 1 else rehearse(self, number)
+
+    monkeypatch.setattr(EagerRunner, "rehearse", once)
+    torch.cuda.set_per_process_memory_fraction(0.5, 0)
+    assert torch.isfinite(step(*case[3]))
+    assert tries == [1, 1]
+    assert step.executor.mode == "graph"  # type: ignore[attr-defined]
+    step.close()
+
+
+def test_allocator_settings_are_the_users_again() -> None:
+    """Segments that grow are only for the time of a warm-up or a capture."""
+    where = "cuda:0"
+    with expandable_segments(where) as grows:
+        held = torch.empty(64 * MIB, dtype=torch.uint8, device=where)
+    segments = torch.cuda.memory_snapshot()
+    kinds = [s["is_expandable"] for s in segments if s["address"] <= held.data_ptr()]
+    assert any(kinds) == grows
+    del held
+    torch.cuda.empty_cache()
+    plain = torch.empty(64 * MIB, dtype=torch.uint8, device=where)
+    found = [s for s in torch.cuda.memory_snapshot() if s["address"] == plain.data_ptr()]
+    assert [s["is_expandable"] for s in found] == [False]
 
 
 def hog(*_: Any) -> Any:

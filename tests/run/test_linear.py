@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.run.executors import runs_on_cuda
-from devplace.run.linear import COPY_ENGINE_BYTES, joined_before, lane_of, linear_order
+from devplace.run.linear import (
+    COPY_ENGINE_BYTES,
+    JOINED_BYTES,
+    freed_before,
+    joined_before,
+    lane_of,
+    linear_order,
+)
 from devplace.run.schedule import Schedule, Transfer, make_schedule
 from tests.run.tracing import random_placement, trace
 
@@ -120,6 +127,37 @@ def test_order_is_complete_and_causal(seed: int, num_devices: int) -> None:
             sent.add(transfer)
         assert kind != "receive" or transfer in sent
     assert following == [len(instructions) for instructions in schedule.instructions]
+
+
+def wide_chain(width: int) -> OpGraph:
+    """A vector that one device makes and the next ones read, then much else to do."""
+
+    def work(x: torch.Tensor) -> list[torch.Tensor]:
+        far, near = x + 1, x
+        for _ in range(16):
+            near = near.sin()
+        return [far.cos(), near]
+
+    sources = {"x": ("input", torch.ones(width))}
+    return trace(work, sources, [("far", "output"), ("near", "output")])
+
+
+def test_large_pushes_are_joined_once_they_should_be_over() -> None:
+    """A push of 2 MiB is joined before a later op that begins after twice its time; one of 4 KiB
+    is left to the next wait."""
+    for width, joined in ((2**19, 1), (2**10, 0)):
+        graph = wide_chain(width)
+        ops = [i for i, op in enumerate(graph.ops) if not op.is_source]
+        far = next(i for i in ops if graph.ops[i].target.startswith("aten.cos"))
+        order = [[i for i in ops if i != far], [far]]
+        device_of = [int(i == far) for i in range(len(graph.ops))]
+        schedule = make_schedule(graph, device_of, order, ("cuda:0", "cuda:1"))
+        found = freed_before(schedule)
+        assert [len(found[0]), len(found[1])] == [joined, 0]
+        for index, sends in found[0].items():
+            sent = [i for i, (kind, _, t) in enumerate(schedule.instructions[0]) if t in sends]
+            assert max(sent) + 1 < index
+            assert all(schedule.transfers[t].num_bytes >= JOINED_BYTES for t in sends)
 
 
 def test_a_step_captured_on_a_cpu_stays_on_logical_devices() -> None:

@@ -123,7 +123,7 @@ def test_writing_in_place_gives_the_same_numbers(name: str) -> None:
         buffers[op] = value.detach().clone()
     places = {op: value.data_ptr() for op, value in buffers.items()}
     (writes,) = write_backs(schedule)
-    strides: dict[int, tuple[int, ...]] = {}
+    strides: dict[Any, tuple[int, ...]] = {}
     run_pass(schedule, buffers, StateWrites(writes, is_trial=True, strides=strides))
     for number in (1, 2, 3):
         groups = None if optimizer is None else optimizer.param_groups
@@ -166,6 +166,45 @@ def test_optimizers_are_computed_in_place(name: str, slots: int) -> None:
     assert all(write.is_in_place for write in found)
     assert not writes.at_end
     assert {node for nodes in writes.drops.values() for node in nodes} == {w.node for w in found}
+
+
+def test_a_decayed_moment_lies_where_the_moment_was() -> None:
+    """Adam's second moment times its decay, to which the gradient is added later, needs no memory
+    of its own; where something else reads the moment later, it does."""
+    model, batch, loss, optimizer = case("adam")
+    graph = capture(model, batch, loss, optimizer)
+    schedule = make_schedule(graph, *random_placement(graph, 1, 0), ("cpu:0",))
+    (writes,) = write_backs(schedule)
+    writes_of = {write.source: k for k, some in writes.after.items() for write in some}
+    squares = [op for op in graph.replaced if "exp_avg_sq" in graph.ops[op].name]
+    assert sorted(scratch.source for scratch in writes.scratch.values()) == sorted(squares)
+    for index, scratch in writes.scratch.items():
+        assert index < writes_of[scratch.source]
+        assert schedule.instructions[0][index].node is scratch.node
+    model, batch, loss, optimizer = case("counting")
+    graph = capture(model, batch, loss, optimizer)
+    schedule = make_schedule(graph, *random_placement(graph, 1, 0), ("cpu:0",))
+    assert not write_backs(schedule)[0].scratch
+
+
+def test_a_trial_takes_no_second_value_and_changes_none() -> None:
+    """Trying a step with Adam leaves all sources alone and finds the layouts of the step itself."""
+    model, batch, loss, optimizer = case("adam")
+    graph = capture(model, batch, loss, optimizer)
+    schedule = make_schedule(graph, *random_placement(graph, 1, 0), ("cpu:0",))
+    buffers = {
+        op: value.detach().clone()
+        for op, value in sources_of(graph, model, batch, optimizer, 1).items()
+    }
+    before = {op: value.clone() for op, value in buffers.items()}
+    (writes,) = write_backs(schedule)
+    tried: dict[Any, tuple[int, ...]] = {}
+    run_pass(schedule, buffers, StateWrites(writes, is_trial=True, strides=tried))
+    assert all(torch.equal(buffers[op], value) for op, value in before.items())
+    found: dict[Any, tuple[int, ...]] = {}
+    run_pass(schedule, buffers, StateWrites(writes, strides=found))
+    assert {node: tried[node] for node in found} == found
+    assert set(found) <= set(tried)
 
 
 def test_the_old_value_is_kept_while_it_is_read() -> None:

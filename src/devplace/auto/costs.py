@@ -36,9 +36,9 @@ def price(graph: OpGraph, machine: Machine, skip: Sequence[str] = ()) -> CostTab
     gpus = [d.name for d in machine.devices if d.kind == "gpu" and d.name not in skip]
     if not gpus or table.origin != "profiled":
         return table
-    from devplace.run.cuda.memory import work_buffer_bytes
+    from devplace.run.cuda.memory import held_bytes
 
-    held = work_buffer_bytes(gpus[0])
+    held = held_bytes(gpus[0])
     per_device = [held if device.kind == "gpu" else 0 for device in machine.devices]
     return replace(table, held_bytes=np.array(per_device, np.int64))
 

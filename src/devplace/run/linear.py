@@ -14,6 +14,10 @@ GPU_TIMES = (3_000, 2_000, 200_000)
 CPU_TIMES = (10_000, 20, 500)
 TRANSFER_NS = 8_000
 LINK_BYTES_PER_NS = 250
+# Ops wait for a push to give its memory free once it should have been over for this long again: as
+# much as it took. A join costs an edge of the graph, so small tensors are left to the next wait.
+PATIENCE = 2
+JOINED_BYTES = 2**20
 
 # From this size on the copy engine carries a tensor. Alone it catches up only at 32 MiB (4 MiB: 25
 # us by engine, 17 by kernel), but it leaves the multiprocessors to the ops: a BERT-large step on
@@ -34,17 +38,22 @@ def linear_order(schedule: Schedule) -> list[Place]:
 
     Complexity: O(I D) for I instructions on D devices.
     """
+    return [place for place, _ in timed_order(schedule)]
+
+
+def timed_order(schedule: Schedule) -> list[tuple[Place, int]]:
+    """`linear_order` with the estimated start of every instruction, ns since the step began."""
     clock = [0] * len(schedule.instructions)
     done = [0] * len(schedule.instructions)
     arrival: dict[int, int] = {}
-    order: list[Place] = []
+    order: list[tuple[Place, int]] = []
     for _ in range(sum(map(len, schedule.instructions))):
         found = min(_candidates(schedule, clock, done, arrival), default=None)
         if found is None:
             raise PlanError("The devices wait for each other's tensors. Make the plan again.")
         start, device = found
         instruction = schedule.instructions[device][done[device]]
-        order.append((device, done[device]))
+        order.append(((device, done[device]), start))
         done[device] += 1
         clock[device] = start + _duration_ns(schedule, device, instruction)
         if instruction.kind == "send":
@@ -79,6 +88,36 @@ def _duration_ns(schedule: Schedule, device: int, instruction: Instruction) -> i
     times = CPU_TIMES if is_cpu(schedule.device_names[device]) else GPU_TIMES
     op_ns, bytes_per_ns, flops_per_ns = times
     return op_ns + moved // bytes_per_ns + int(op.flops) // flops_per_ns
+
+
+def freed_before(schedule: Schedule) -> tuple[dict[int, tuple[int, ...]], ...]:
+    """Large pushes that should be over when an instruction begins, so that joining them is free.
+
+    A tensor that is pushed keeps its memory until the sender's ops are known to come after the
+    push. A join waits for a push and for nobody else, so what `joined_before` proves still holds.
+
+    Returns:
+        Per device: instruction -> sends to join before it, in the order they were sent.
+    """
+    starts = dict(timed_order(schedule))
+    found: list[dict[int, tuple[int, ...]]] = []
+    for device, instructions in enumerate(schedule.instructions):
+        free: dict[int, int] = {}
+        flying: list[tuple[int, int]] = []
+        joins: dict[int, tuple[int, ...]] = {}
+        for index, (kind, _, transfer) in enumerate(instructions):
+            now = starts[device, index]
+            if kind == "call" and any(due <= now for due, _ in flying):
+                joins[index] = tuple(send for due, send in flying if due <= now)
+                flying = [(due, send) for due, send in flying if due > now]
+            if kind == "send" and schedule.transfers[transfer].num_bytes >= JOINED_BYTES:
+                record = schedule.transfers[transfer]
+                took = TRANSFER_NS + record.num_bytes // LINK_BYTES_PER_NS
+                begin = max(now, free.get(lane_of(record), 0))
+                free[lane_of(record)] = begin + took
+                flying.append((begin + PATIENCE * took, transfer))
+        found.append(joins)
+    return tuple(found)
 
 
 def lane_of(transfer: Transfer) -> int:

@@ -33,6 +33,20 @@ class WriteBack(NamedTuple):
     pushes: tuple[int, ...]
 
 
+class Scratch(NamedTuple):
+    """A value that can lie in the memory of a source between its last reader and its new value.
+
+    Attributes:
+        source: The source op.
+        node: FX node of the value.
+        pushes: As of `WriteBack`.
+    """
+
+    source: int
+    node: Any
+    pushes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class DeviceWrites:
     """The write-backs of one device.
@@ -42,15 +56,18 @@ class DeviceWrites:
             and nothing on the device reads the old one any more.
         at_end: Those that must wait until the device has done everything.
         drops: Instruction -> nodes whose values nothing needs after it (and its write-backs).
+        scratch: Instruction -> how its op may use the memory of a source it is the last to read.
     """
 
     after: Mapping[int, tuple[WriteBack, ...]] = field(default_factory=dict)
     at_end: tuple[WriteBack, ...] = ()
     drops: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
+    scratch: Mapping[int, Scratch] = field(default_factory=dict)
 
-    def in_place(self, index: int) -> WriteBack | None:
-        """The write-back that the op of an instruction may do itself."""
-        return next((write for write in self.after.get(index, ()) if write.is_in_place), None)
+    def in_place(self, index: int) -> WriteBack | Scratch | None:
+        """How the op of an instruction may write into the memory of a source."""
+        writes = (write for write in self.after.get(index, ()) if write.is_in_place)
+        return next(writes, self.scratch.get(index))
 
 
 def write_backs(schedule: Schedule) -> tuple[DeviceWrites, ...]:
@@ -89,9 +106,11 @@ class _Reads:
         self.made: dict[Any, int] = {}
         self.last_use: dict[Any, int] = {}
         self.last_read: dict[int, int] = {}
+        self.last_use_of_root: dict[int, int] = {}
         self.pushes: dict[int, list[int]] = {}
         for index, (kind, node, transfer) in enumerate(instructions):
             self.last_use[node] = index
+            self.last_use_of_root[facts.root(node)] = index
             if kind == "send":
                 self._read(facts, node, index)
                 self.pushes.setdefault(facts.root(node), []).append(transfer)
@@ -100,6 +119,7 @@ class _Reads:
                 self.made[node] = index
                 for arg in node.all_input_nodes:
                     self.last_use[arg] = index
+                    self.last_use_of_root[facts.root(arg)] = index
                     self._read(facts, arg, index)
 
     def _read(self, facts: NodeFacts, node: Any, index: int) -> None:
@@ -144,4 +164,37 @@ def _of_device(
         {index: tuple(writes) for index, writes in after.items()},
         tuple(at_end),
         {index: tuple(nodes) for index, nodes in drops.items()},
+        _scratches(schedule, facts, reads, device, after),
     )
+
+
+def _scratches(
+    schedule: Schedule,
+    facts: NodeFacts,
+    reads: _Reads,
+    device: int,
+    after: Mapping[int, list[WriteBack]],
+) -> dict[int, Scratch]:
+    """Such as a moment estimate times its decay, to which the new gradient is added then."""
+    held = {facts.root(node) for _, node in schedule.results[device]}
+    found: dict[int, Scratch] = {}
+    for write in (write for writes in after.values() for write in writes):
+        index = reads.last_read.get(write.source, -1)
+        made = reads.made[write.node]
+        if index < 0 or index >= made:
+            continue
+        kind, node, _ = schedule.instructions[device][index]
+        is_last = kind == "call" and reads.last_use_of_root[facts.root(node)] <= made
+        if is_last and facts.root(node) not in held and _fits(facts, node, write.source):
+            found.setdefault(index, Scratch(write.source, node, write.pushes))
+    return found
+
+
+def _fits(facts: NodeFacts, node: Any, source: int) -> bool:
+    """Whether an elementwise op reads the whole of a source and gives a value like it."""
+    old = facts.graph.ops[source].outputs[0]
+    if facts.is_view(node) or facts.graph.ops[facts.op_of[node]].target not in OUT_FORMS:
+        return False
+    read = {facts.tensor_id(arg) for arg in node.all_input_nodes if facts.root(arg) == source}
+    now, then = facts.graph.tensors[facts.tensor_id(node)], facts.graph.tensors[old]
+    return read == {old} and (now.shape, now.dtype) == (then.shape, then.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from devplace.run.codegen import last_uses
 from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
-from devplace.run.write_back import DeviceWrites, WriteBack, out_overload
+from devplace.run.write_back import DeviceWrites, Scratch, WriteBack, out_overload
 
 
 class Carrier(Protocol):
@@ -48,16 +49,17 @@ class StateWrites:
 
     Args:
         writes: What may be written back, and when.
-        is_trial: Whether the new state is only made and dropped, as when a step is tried.
-        strides: Result -> strides of its value as the op itself lays it out. A step notes them,
-            later ones compute in place where the old value lies just so.
+        is_trial: Whether the step is only tried: memory is taken as in a step, sources keep their
+            values, and where a new value would lie in the old one's memory the old one stands in.
+        strides: FX node of a new value -> its strides as the op itself lays it out. A step notes
+            them, later ones compute in place where the old value lies just so.
     """
 
     def __init__(
         self,
         writes: DeviceWrites,
         is_trial: bool = False,
-        strides: dict[int, tuple[int, ...]] | None = None,
+        strides: dict[Any, tuple[int, ...]] | None = None,
     ) -> None:
         self.writes = writes
         self.is_trial = is_trial
@@ -76,6 +78,7 @@ class DevicePass:
         random: Its random ops.
         state: How sources are replaced.
         clock: Takes the time of ops, if there is one.
+        joins: Instruction -> sends to join before it, so that their memory is free.
     """
 
     def __init__(
@@ -88,9 +91,11 @@ class DevicePass:
         random: RandomOps,
         state: StateWrites,
         clock: Clock | None = None,
+        joins: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         self._schedule = schedule
         self._device = device
+        self._joins = joins or {}
         self._torch_device = torch_device
         self._sources = sources
         self._carrier = carrier
@@ -113,6 +118,8 @@ class DevicePass:
         kind, node, transfer = self._instructions[index]
         if kind != "receive":
             self._flush()
+        for send in self._joins.get(index, ()):
+            self._carrier.join(send)
         if kind == "load":
             self._values[node] = self._sources[self._source_of[node]]
         elif kind == "send":
@@ -120,7 +127,7 @@ class DevicePass:
         elif kind == "receive":
             self._values[node] = self._carrier.receive(transfer)
         else:
-            self._values[node] = self._call(node, self._target_in_place(index))
+            self._values[node] = self._make(index, node)
             self._note(node)
             if not self._is_free(node):
                 self._carrier.advance()
@@ -156,24 +163,51 @@ class DevicePass:
         value = self._values[node]
         return value.clone() if result in self._schedule.borrowed else value
 
-    def _target_in_place(self, index: int) -> WriteBack | None:
-        """The write-back that this instruction's op may do itself, in its own layout."""
+    def _make(self, index: int, node: Any) -> Any:
+        if not self._state.is_trial:
+            return self._call(node, self._target_in_place(index))
         write = self._state.writes.in_place(index)
-        if write is None or self._state.is_trial:
+        if write is not None and self._try_in_place(write):
+            return self._sources[write.source]
+        return self._call(node)
+
+    def _try_in_place(self, write: WriteBack | Scratch) -> bool:
+        """Whether an op can write into the old value, found without a second value in memory.
+
+        A trial must leave the old value alone, so its first rows are computed and dropped, which
+        loads the kernel, and the layout of all is found without computing.
+        """
+        node, buffer = write.node, self._sources[write.source]
+        tensors = {arg: self._values[arg] for arg in node.all_input_nodes}
+        shapes = {value.shape for value in tensors.values() if value.dim()}
+        if buffer.dim() == 0 or shapes != {buffer.shape}:
+            return False
+        bare = {arg: _bare(value) for arg, value in tensors.items()}
+        first_rows = {arg: value[:1] if value.dim() else value for arg, value in tensors.items()}
+        strides = _call_with(node, bare).stride()
+        self._state.strides[write.node] = strides
+        if strides != buffer.stride():
+            return False
+        _call_with(node, first_rows)
+        return True
+
+    def _target_in_place(self, index: int) -> WriteBack | Scratch | None:
+        """The source whose memory this instruction's op may write into, in its own layout."""
+        write = self._state.writes.in_place(index)
+        if write is None:
             return None
-        known = self._state.strides.get(write.result)
+        known = self._state.strides.get(write.node)
         return write if known == self._sources[write.source].stride() else None
 
     def _write(self, write: WriteBack) -> None:
         value, buffer = self._values[write.node], self._sources[write.source]
         if value is buffer:
             return
-        self._state.strides[write.result] = value.stride()
-        if self._state.is_trial:
-            return
-        for transfer in write.pushes:
-            self._carrier.join(transfer)
-        buffer.copy_(value)
+        self._state.strides[write.node] = value.stride()
+        if not self._state.is_trial:
+            for transfer in write.pushes:
+                self._carrier.join(transfer)
+            buffer.copy_(value)
         if write.may_stand_in and value.stride() == buffer.stride():
             self._values[write.node] = buffer  # its own memory is free for what comes next
 
@@ -192,7 +226,7 @@ class DevicePass:
         op = self._schedule.graph.program.op_of[node.name]
         return bool(self._schedule.graph.ops[op].is_view)
 
-    def _call(self, node: Any, write: WriteBack | None = None) -> Any:
+    def _call(self, node: Any, write: WriteBack | Scratch | None = None) -> Any:
         args = torch.fx.node.map_aggregate(node.args, self._argument)
         kwargs = torch.fx.node.map_aggregate(node.kwargs, self._argument)
         try:
@@ -212,6 +246,21 @@ class DevicePass:
         if isinstance(arg, torch.fx.Node):
             return self._values[arg]
         return self._torch_device if isinstance(arg, torch.device) else arg
+
+
+def _call_with(node: Any, values: Mapping[Any, Any]) -> Any:
+    def value(arg: Any) -> Any:
+        return values[arg] if isinstance(arg, torch.fx.Node) else arg
+
+    args = torch.fx.node.map_aggregate(node.args, value)
+    return node.target(*args, **torch.fx.node.map_aggregate(node.kwargs, value))
+
+
+def _bare(value: Any) -> Any:
+    """A tensor with the layout of another and no memory."""
+    if value.dim() == 0 and value.device.type == "cpu":
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def source_ops(schedule: Schedule) -> dict[Any, int]:

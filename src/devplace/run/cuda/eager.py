@@ -54,7 +54,7 @@ class EagerRunner:
         self._writes = writes
         self._routes = routes
         self.layouts: dict[int, Any] = {}
-        self.strides: dict[int, tuple[int, ...]] = {}
+        self.strides: dict[Any, tuple[int, ...]] = {}
         self.reserved_peak_bytes: dict[int, int] = {}
 
     def run(self, number: int, clocks: Clocks | None = None) -> dict[int, Any]:

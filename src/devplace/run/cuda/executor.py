@@ -22,6 +22,7 @@ from devplace.run.cpu import StepOutcome
 from devplace.run.cuda.clock import Clock, collect, make_clocks, offset_ns
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.eager import AnyDevice, EagerRunner
+from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.cuda.failures import (
     forget_frames,
     is_lasting,
@@ -33,7 +34,7 @@ from devplace.run.cuda.failures import (
 from devplace.run.cuda.flagged import Mailroom
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
-from devplace.run.cuda.memory import DeviceMemory, device_memory
+from devplace.run.cuda.memory import DeviceMemory, device_memory, make_work_buffers, take_all_free
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
@@ -314,9 +315,7 @@ class CudaExecutor:
         eager = self._make_eager()
         if self.reason:
             return eager
-        arena_bytes = eager.rehearse(number)
-        self._reserved_peak.update(eager.reserved_peak_bytes)
-        torch.cuda.empty_cache()
+        eager, arena_bytes = self._rehearse(eager, number)
         self._doing = "Capturing the step"
         try:
             mailroom = Mailroom(
@@ -350,6 +349,31 @@ class CudaExecutor:
             )
         self._random = self._make_random()
         return self._make_eager()
+
+    def _rehearse(self, eager: EagerRunner, number: int) -> tuple[EagerRunner, dict[int, int]]:
+        """Try a step; where it finds too little memory, once more out of all that is free."""
+        for device in self._devices.values():
+            make_work_buffers(device)
+        torch.cuda.empty_cache()
+        gpus = list(self._devices.values())
+        with expandable_segments(str(gpus[0].torch_device) if gpus else ""):
+            try:
+                arena_bytes = eager.rehearse(number)
+            except (RuntimeError, ExecutionError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                forget_frames(error)
+                arena_bytes = {}
+            if not arena_bytes and gpus:
+                gc.collect()
+                torch.cuda.empty_cache()
+                eager = self._make_eager()
+                for device in gpus:
+                    take_all_free(device)
+                arena_bytes = eager.rehearse(number)
+        self._reserved_peak.update(eager.reserved_peak_bytes)
+        torch.cuda.empty_cache()
+        return eager, arena_bytes
 
     def _make_eager(self) -> EagerRunner:
         return EagerRunner(

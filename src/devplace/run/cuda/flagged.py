@@ -259,7 +259,10 @@ class FlagCarrier:
         return True
 
     def join(self, transfer: int) -> None:
-        """Let the ops' stream wait for a push made before. It waits for nobody, so no harm."""
+        """Let the ops' stream wait for a push made before. It waits for nobody, so no harm.
+
+        From then on the ops come after the push, and its tensor's memory can serve them.
+        """
         if transfer not in self._joined:
             self.advance()
         lane = lane_of(self._mailroom.schedule.transfers[transfer])

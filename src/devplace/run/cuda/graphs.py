@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -13,12 +15,13 @@ import torch
 from devplace.run.cuda.clock import Clock, Clocks
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
+from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
 from devplace.run.cuda.host import HostCrew, LateError
 from devplace.run.cuda.late import first_cause
 from devplace.run.cuda.memory import max_allocated_bytes, pool_memory, reserve_arena
 from devplace.run.cuda.random import RandomOps
-from devplace.run.linear import Place, joined_before
+from devplace.run.linear import Place, freed_before, joined_before
 from devplace.run.workers import Workers
 from devplace.run.write_back import DeviceWrites
 
@@ -68,7 +71,7 @@ class GraphRunner:
         random: Mapping[int, RandomOps],
         order: list[Place],
         writes: tuple[DeviceWrites, ...],
-        strides: dict[int, tuple[int, ...]],
+        strides: dict[Any, tuple[int, ...]],
         arena_bytes: Mapping[int, int],
     ) -> None:
         self._mailroom = mailroom
@@ -82,6 +85,7 @@ class GraphRunner:
         self._arena_bytes = arena_bytes
         self.step_peak_bytes: dict[int, int] = {}
         self._joins = joined_before(mailroom.schedule, order)
+        self._freed = freed_before(mailroom.schedule)
         self._ends = {index: torch.cuda.Event() for index in devices}
         self._plain = self._capture_all({})
         names = mailroom.schedule.device_names
@@ -171,6 +175,7 @@ class GraphRunner:
             self.crew.join()
             self.crew.close()
         self._workers.close()
+        self._plain.kept.clear()  # memory of a graph's pool is given back once all of it is free
         self._plain.graphs.clear()
 
     def _make_job(self, graph: Any, device: CudaDevice, number: int, launched: Any) -> Any:
@@ -205,7 +210,8 @@ class GraphRunner:
         torch.cuda.empty_cache()  # while a capture is on, nothing cached can be given back
         step = _Captured()
         for index, device in self._devices.items():
-            step.graphs[index] = self._capture(device, step, clocks.get(index))
+            with expandable_segments(str(device.torch_device)):
+                step.graphs[index] = self._capture(device, step, clocks.get(index))
         return step
 
     def _capture(self, device: CudaDevice, step: _Captured, clock: Clock | None) -> Any:
@@ -243,6 +249,7 @@ class GraphRunner:
             random,
             StateWrites(self._writes[device.index], strides=self._strides),
             clock,
+            self._freed[device.index],
         )
         self._mailroom.flags[device.index].epoch.add_(1)
         for index in range(len(schedule.instructions[device.index])):
@@ -258,7 +265,6 @@ def _end_of(device: CudaDevice) -> Any:
 
 def _end_quietly(graph: Any) -> None:
     """End a capture that failed; what made it fail is told instead."""
-    try:
+    with warnings.catch_warnings(), suppress(RuntimeError):
+        warnings.simplefilter("ignore")  # that it is empty
         graph.capture_end()
-    except RuntimeError:
-        return

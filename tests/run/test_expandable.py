@@ -1,0 +1,34 @@
+"""Allocator settings around a warm-up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from devplace.run.cuda import expandable
+from devplace.run.cuda.expandable import expandable_segments, turned_back, turned_on
+
+
+@pytest.mark.parametrize("former", ["", "max_split_size_mb:200", "expandable_segments:False"])
+def test_settings_go_on_and_back(former: str) -> None:
+    """What was set stays set; what was not named is off again."""
+    assert turned_on(former).endswith("expandable_segments:True")
+    assert turned_on(former).startswith(former)
+    assert turned_back(former).startswith(former)
+    assert turned_back(former).endswith("expandable_segments:False")
+
+
+def test_a_user_who_has_them_on_keeps_them() -> None:
+    """Settings that name such segments come back unchanged."""
+    former = "expandable_segments:True,max_split_size_mb:200"
+    assert turned_back(former) == former
+
+
+def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's own allocator does not serve the GPUs, nothing is set."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(expandable, "_set", lambda settings: told.append(settings) or True)
+    with expandable_segments("cuda:7") as grows:
+        assert not grows
+    assert told == []
