@@ -34,11 +34,9 @@ from devplace.machine import detect, toml
 from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
 from devplace.plan import Plan
 from devplace.problem import Placement, Problem
-from devplace.run import linear
 from devplace.run.probe import cached_probe, machine_from_probe
-from devplace.run.schedule import Transfer
 
-SHARES = (0.02, 0.1, 0.3, 1.0)
+SHARES = (0.1, 0.3, 0.6, 1.0)
 """Parts of the modules that a perturbed placement moves."""
 
 
@@ -144,8 +142,6 @@ class Bench:
         for candidate in tried:
             self.measure(candidate.name, used, candidate.plan, result.bound.step_ns)
         seconds[f"confirm {used}"] = time.perf_counter() - begin
-        if self.options.variants:
-            self.variants(used, result.plan)
         largest = used == max(map(int, self.options.gpus.split(",")))
         if largest and self.count == int(self.options.micro_batches.split(",")[-1]):
             self.perturbed(problem, result.plan, used)
@@ -198,21 +194,6 @@ class Bench:
         self.say(f"{key}: predicted {row['predicted_ns'] / 1e6:.2f}, measured {measured:.2f} ms")
         self.save()
 
-    def variants(self, used: int, plan: Plan) -> None:
-        """The same plan with pushes recorded before the next op, and without a lane for large
-        ones."""
-        from devplace.run.cuda import flagged
-
-        for name, defers, lane in (
-            ("pushes first", False, linear.lane_of),
-            ("lane per receiver", True, _receiver),
-        ):
-            kept = flagged.DEFERS_PUSHES, flagged.lane_of, linear.joined_before.__defaults__
-            flagged.DEFERS_PUSHES, flagged.lane_of = defers, lane
-            linear.joined_before.__defaults__ = (lane,)
-            self.measure(f"search, {name}", used, plan)
-            flagged.DEFERS_PUSHES, flagged.lane_of, linear.joined_before.__defaults__ = kept
-
     def perturbed(self, problem: Problem, plan: Plan, used: int) -> None:
         """Placements near the best one and far from it."""
         rng = np.random.default_rng(0)
@@ -238,10 +219,6 @@ class Bench:
         path = folder / f"{self.options.tag}.json"
         path.write_text(json.dumps(self.data, indent=1) + "\n")
         np.savez_compressed(folder / f"{self.options.tag}.npz", **self.arrays)
-
-
-def _receiver(transfer: Transfer) -> int:
-    return transfer.dst
 
 
 class _Fixed:
@@ -275,7 +252,6 @@ def main() -> None:
     parser.add_argument("--gpus", default="2,4")
     parser.add_argument("--budget", default="30s")
     parser.add_argument("--placements", type=int, default=0)
-    parser.add_argument("--variants", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.6)
     options = parser.parse_args()
     options.tag = options.tag or f"{options.workload}-{options.number_format}"

@@ -74,9 +74,6 @@ class FakeGpu:
     def flush(self) -> bool:
         return False
 
-    def advance(self) -> None:
-        pass
-
     def join(self, transfer: int) -> None:
         """Every tensor is copied when it is sent."""
 

@@ -34,9 +34,6 @@ class NoCarrier:
         """Nothing to wait for."""
         return False
 
-    def advance(self) -> None:
-        pass
-
     def join(self, transfer: int) -> None:
         """Nothing is sent."""
 

@@ -31,10 +31,6 @@ class Carrier(Protocol):
         """Make what was received usable; tells whether the stream waits for it."""
         ...
 
-    def advance(self) -> None:
-        """An op was started."""
-        ...
-
     def join(self, transfer: int) -> None:
         """Let the stream go on only when this tensor has left."""
         ...
@@ -129,8 +125,6 @@ class DevicePass:
         else:
             self._values[node] = self._make(index, node)
             self._note(node)
-            if not self._is_free(node):
-                self._carrier.advance()
         for write in self._state.writes.after.get(index, ()):
             self._write(write)
         for dead in self._state.writes.drops.get(index, ()):

@@ -180,9 +180,6 @@ class _Copies:
     def receive(self, transfer: int) -> Any:
         return self._arrived.pop(transfer)
 
-    def advance(self) -> None:
-        """Nothing was put off."""
-
     def join(self, transfer: int) -> None:
         """The sender's own stream makes the copies."""
 

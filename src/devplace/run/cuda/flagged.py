@@ -20,12 +20,11 @@ from devplace.run.cuda.host_push import fetch_from_host, send_to_host, wait_for_
 from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
 from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait, words_of
 from devplace.run.cuda.routes import Route, neighbours
-from devplace.run.linear import lane_of
+from devplace.run.linear import JOINED_BYTES, lane_of
 from devplace.run.schedule import Schedule
 
-# Tensors being pushed keep their memory until the ops are known to come after the push.
+# Small tensors being pushed keep their memory until the ops are known to come after the push.
 MOST_HELD_BYTES = 512 * 2**20
-DEFERS_PUSHES = True
 
 
 class _Pending(NamedTuple):
@@ -193,41 +192,30 @@ class FlagCarrier:
         self._awaited: list[int] = []
         self._clock = clock
         self._held_bytes = 0
-        self._deferred: list[tuple[int, Any, Any]] = []
 
     def send(self, transfer: int, value: Any) -> None:
         """Push a tensor on a stream beside the ops, that of its lane.
 
-        The push is recorded after the next op, though it does not depend on it: what follows an op
-        first in a graph goes on in its hardware queue, and that shall be the next op.
+        Recording the push after the next op, so that this one comes first behind the op that made
+        the tensor, made steps no faster (NMT-4 on 4 H100: 24.0 ms against 23.4).
         """
-        if self._mailroom.target(transfer).numel() == 0:
+        buffer = self._mailroom.target(transfer)
+        if buffer.numel() == 0:
             self._joined.add(transfer)
             return
-        self._deferred.append((transfer, value, self._device.main.record_event()))
-        if not DEFERS_PUSHES:
-            self.advance()
-
-    def advance(self) -> None:
-        """An op was recorded: now the pushes that were put off."""
-        deferred, self._deferred = self._deferred, []
-        for transfer, value, made in deferred:
-            self._push(transfer, value, made)
-
-    def _push(self, transfer: int, value: Any, made: Any) -> None:
-        buffer = self._mailroom.target(transfer)
         lane = lane_of(self._mailroom.schedule.transfers[transfer])
         if lane not in self._sides:
             self._sides[lane] = torch.cuda.Stream(self._device.torch_device)
             self._pending[lane] = deque()
         side = self._sides[lane]
-        side.wait_event(made)
+        side.wait_stream(self._device.main)
         with torch.cuda.stream(side):
             source = value if same_layout(value, buffer) else self._relaid(value, buffer)
             with timed_transfer(self._clock, transfer):
                 self._mailroom.carry(source, transfer)
             event = side.record_event()
-        num_bytes = num_span_bytes(buffer)
+        size = num_span_bytes(buffer)
+        num_bytes = 0 if size >= JOINED_BYTES else size  # large ones are joined when they are over
         self._pending[lane].append(_Pending(transfer, (value, source), num_bytes, event))
         self._held_bytes += num_bytes
         while self._held_bytes > MOST_HELD_BYTES:
@@ -255,7 +243,6 @@ class FlagCarrier:
             if self._clock is not None:
                 self._clock.stamp("sent", transfer)
         self._awaited = []
-        self.advance()
         return True
 
     def join(self, transfer: int) -> None:
@@ -263,15 +250,12 @@ class FlagCarrier:
 
         From then on the ops come after the push, and its tensor's memory can serve them.
         """
-        if transfer not in self._joined:
-            self.advance()
         lane = lane_of(self._mailroom.schedule.transfers[transfer])
         while transfer not in self._joined:
             self._join_first(lane)
 
     def finish(self) -> None:
         """Let the ops' stream wait for every push."""
-        self.advance()
         for lane, pending in self._pending.items():
             while pending:
                 self._join_first(lane)
