@@ -59,7 +59,7 @@ def ranks(values: list[float]) -> np.ndarray:
 def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
     """Median and worst error over the rows that are not random placements; rank correlation over
     those that are, per workload."""
-    plain = [r for r in rows if not r["name"].startswith("random")]
+    plain = [r for r in rows if not r["name"].startswith("random") and "," not in r["name"]]
     errors = np.abs([r[key] / r["measured_ns"] - 1 for r in plain])
     found: dict[str, Any] = {
         "rows": len(plain),

@@ -188,12 +188,16 @@ def test_both_sides_overlap_and_are_timed() -> None:
             for _ in range(length["left"]):
                 left = (left @ x).tanh()
             for _ in range(length["right"]):
-                right = (right @ x).tanh()
+                right = (right @ x).sin()  # another op, or both branches would be one
             return left + right
 
     x = torch.randn(600, 600, device="cuda") * 0.05
     graph = capture(Branches(), (x,))
-    work = [k for k, op in enumerate(graph.ops) if op.target.startswith(("aten.mm", "aten.tanh"))]
+    work = [
+        k
+        for k, op in enumerate(graph.ops)
+        if op.target.startswith(("aten.mm", "aten.tanh", "aten.sin"))
+    ]
     on_cpu = set(work[: 2 * length["left"]])
     placed = snap(graph, [int(k not in on_cpu) for k in range(len(graph.ops))], 2)
     schedule = make_schedule(graph, *placed, MIXED)

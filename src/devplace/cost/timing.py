@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -108,7 +109,9 @@ def _chained(arguments: Arguments, stream: Any, count: int, keeps: bool) -> int:
 
 def _end(graph: Any) -> None:
     try:
-        graph.capture_end()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a graph that stayed empty because an op failed
+            graph.capture_end()
     except RuntimeError as error:
         raise RuntimeError(f"no CUDA graph can hold the op: {error}") from error
 
