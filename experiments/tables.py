@@ -14,7 +14,8 @@ from devplace import placers
 
 def compare_placers(data: dict[str, Any]) -> str:
     """One table per machine: median step (and spread) of each placer; best in bold."""
-    names = [kind().name for kind in placers.ALL]
+    known = {row["placer"] for row in data["rows"]}
+    names = [kind().name for kind in placers.ALL if kind().name in known]
     lines = ["# Every placer on every workload", ""]
     lines += [
         f"Predicted ms per training step (SGD, full size), budget {data['budget']} per placer; "
@@ -98,6 +99,45 @@ def _gpu_run(data: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def gpu_plans(data: dict[str, Any]) -> str:
+    """Plans on GPUs, predicted beside measured."""
+    made, errors = data["provenance"], data["errors_package"]
+    lines = [
+        "# Plans on GPUs, predicted and measured",
+        "",
+        f"Milliseconds per training step, steps not waited for one by one. {made['cards']}, "
+        f"{made['cpu_cores']} cores, driver {made['driver']}, torch {made['torch']}, SGD, fp32 "
+        f"with TF32 products or bf16 autocast, seed {made['seed']}, commit {made['commit']}. "
+        "*one graph* is the whole step in one CUDA graph on one GPU; *layers* the expert's split in "
+        "critical-path order; *search* the searched plan. Predicted: measured costs, probed links, "
+        "the package's constants.",
+        "",
+        f"Median error {errors['median_error']:.1%} over {errors['rows']} rows, worst "
+        f"{errors['worst_error']:.1%} ({errors['worst_row']}).",
+        "",
+        *(f"- {note}" for note in made["notes"]),
+        "",
+        "| step | micro-batches | GPUs | plan | predicted | measured | error | of one graph |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    alone: dict[str, int] = {}
+    for row in data["rows"]:
+        step = row["workload"] + (f", {row['layers']} layers" if row["layers"] else "")
+        step += f", batch {row['batch']}" if row["batch"] else ""
+        step += f", {row['number_format']}"
+        alone.setdefault(step, row["measured_ns"])
+        if row["name"].startswith("random"):
+            continue
+        predicted, measured = row["predicted_package_ns"], row["measured_ns"]
+        lines.append(
+            f"| {step} | {row['micro_batches']} | {row['gpus']} | {row['name']} | "
+            f"{predicted / 1e6:.2f} | {measured / 1e6:.2f} | {predicted / measured - 1:+.1%} | "
+            f"{measured / alone[step]:.2f} |"
+        )
+    lines += ["", *(f"- {k}: {v}" for k, v in errors.items() if "," in k), ""]
+    return "\n".join(lines)
+
+
 def _cell(rows: list[dict[str, Any]], best: float) -> str:
     if not rows:
         return "-"
@@ -125,6 +165,7 @@ TABLES = {
     "compare_placers": compare_placers,
     "plan_nmt8": plan_nmt8,
     "gpu_first": gpu_first,
+    "gpu_plans": gpu_plans,
 }
 
 
