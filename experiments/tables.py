@@ -108,8 +108,8 @@ def gpu_plans(data: dict[str, Any]) -> str:
         f"Milliseconds per training step, steps not waited for one by one. {made['cards']}, "
         f"{made['cpu_cores']} cores, driver {made['driver']}, torch {made['torch']}, SGD, fp32 "
         f"with TF32 products or bf16 autocast, seed {made['seed']}, commit {made['commit']}. "
-        "*one graph* is the whole step in one CUDA graph on one GPU; *layers* the expert's split in "
-        "critical-path order; *search* the searched plan. Predicted: measured costs, probed links, "
+        "*one graph* is the whole step in one CUDA graph on one GPU; *layers* the expert's split "
+        "in critical-path order; *search* the searched plan. Predicted: measured costs, probed links, "
         "the package's constants.",
         "",
         f"Median error {errors['median_error']:.1%} over {errors['rows']} rows, worst "
