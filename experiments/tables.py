@@ -109,8 +109,8 @@ def gpu_plans(data: dict[str, Any]) -> str:
         f"{made['cpu_cores']} cores, driver {made['driver']}, torch {made['torch']}, SGD, fp32 "
         f"with TF32 products or bf16 autocast, seed {made['seed']}, commit {made['commit']}. "
         "*one graph* is the whole step in one CUDA graph on one GPU; *layers* the expert's split "
-        "in critical-path order; *search* the searched plan. Predicted: measured costs, probed links, "
-        "the package's constants.",
+        "in critical-path order; *search* the searched plan. Predicted: measured costs, probed "
+        "links, the package's constants.",
         "",
         f"Median error {errors['median_error']:.1%} over {errors['rows']} rows, worst "
         f"{errors['worst_error']:.1%} ({errors['worst_row']}).",

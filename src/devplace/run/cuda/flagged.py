@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from devplace.run.copies import pack_tensor
 from devplace.run.cuda.clock import Clock, timed_transfer
 from devplace.run.cuda.device import CudaDevice, Flags, empty_like_layout
 from devplace.run.cuda.host_push import fetch_from_host, send_to_host, wait_for_host
@@ -267,9 +266,7 @@ class FlagCarrier:
         self._held_bytes -= first.num_bytes
 
     def _relaid(self, value: Any, buffer: Any) -> Any:
-        dense = pack_tensor(value)
-        if same_layout(dense, buffer):
-            return dense
-        staged = empty_like_layout(buffer, value.device)
-        staged.copy_(value)
-        return staged
+        # Memory of the ops' stream: that of another one could not serve the ops afterwards.
+        with torch.cuda.stream(self._device.main):
+            staged = empty_like_layout(buffer, value.device)
+        return staged.copy_(value)
