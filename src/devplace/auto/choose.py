@@ -9,7 +9,8 @@ from typing import Any
 from devplace.auto.candidates import Candidate, candidates
 from devplace.auto.clock import Clock
 from devplace.auto.confirm import Confirmation, confirm_trials
-from devplace.auto.costs import price
+from devplace.auto.costs import HOPPER, price, probed_machine
+from devplace.auto.learn import learn
 from devplace.auto.measure import Measurer, Trial
 from devplace.auto.sources import step_sources
 from devplace.errors import InfeasibleError
@@ -127,8 +128,26 @@ def choose(
     )
     graph_of = {id(candidate): trial.graph for candidate, trial in trials}
     _ = confirmation.best  # raises if nothing ran
+    _learn(confirmation, searches, graph_of, tell)
     ranked = [(row.candidate, graph_of[id(row.candidate)]) for row in confirmation.ranked]
     return Choice(tuple(ranked), confirmation, notes)
+
+
+def _learn(
+    confirmation: Confirmation,
+    searches: Sequence[Searched],
+    graph_of: Mapping[int, OpGraph],
+    tell: Tell,
+) -> None:
+    """Calibrate this machine with what was measured, the first time."""
+    problems = {id(one.graph): one.result.timeline.problem for one in searches}
+    first = next(iter(problems.values()))
+    several = sum(device.kind == "gpu" for device in first.machine.devices) > 1
+    if not several or first.costs.origin != "profiled":
+        return
+    tell("calibrating the machine")
+    pairs = [(row, problems[id(graph_of[id(row.candidate)])]) for row in confirmation.rows]
+    learn(probed_machine(first.machine), pairs, HOPPER)
 
 
 def _trials(searches: Sequence[Searched], arguments: tuple[Any, Any, Any, Any]) -> list[_Pair]:

@@ -47,9 +47,16 @@ def measured_machine(machine: Machine) -> Machine:
     """A detected machine with probed and calibrated links, if it has several GPUs."""
     if sum(device.kind == "gpu" for device in machine.devices) < 2:
         return machine
+    from devplace.auto.learn import kept_calibration
+
+    return calibrated(probed_machine(machine), kept_calibration(machine) or HOPPER)
+
+
+def probed_machine(machine: Machine) -> Machine:
+    """A detected machine with links as probed; probes it if that was not done before."""
     from devplace.run.probe import cached_probe, machine_from_probe
 
-    return calibrated(machine_from_probe(machine, cached_probe(machine)), HOPPER)
+    return machine_from_probe(machine, cached_probe(machine))
 
 
 def detected() -> Machine:

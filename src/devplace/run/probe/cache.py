@@ -26,24 +26,44 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 def kept_report(key: dict[str, str]) -> ProbeReport | None:
     """The report kept for this key; a damaged, half-written or foreign file counts as none."""
-    path = _path(key)
+    text = kept_text("probe", key)
+    if text is None:
+        return None
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-        report = ProbeReport.from_json(kept.report)
-    except FileNotFoundError:
+        report = ProbeReport.from_json(text)
+    except ValueError as error:
+        _log.warning("Kept probe is not used: %s", error)
         return None
-    except (OSError, ValueError) as error:
-        _log.warning("Kept probe %s is not used: %s", path, error)
-        return None
-    if kept.sha256 != _checksum(kept.report) or report.key != key:
-        _log.warning("Kept probe %s is not used: it was changed, or is of another machine", path)
+    if report.key != key:
+        _log.warning("Kept probe is not used: it is of another machine")
         return None
     return report
 
 
 def keep_report(report: ProbeReport) -> bool:
     """Keep a report for its key, whole or not at all; tells whether it could be written."""
-    path, text = _path(report.key), report.to_json().decode()
+    return keep_text("probe", report.key, report.to_json().decode())
+
+
+def kept_text(kind: str, key: dict[str, str]) -> str | None:
+    """The text of this kind kept for this key; a damaged or half-written file counts as none."""
+    path = _path(kind, key)
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.warning("Kept %s %s is not used: %s", kind, path, error)
+        return None
+    if kept.sha256 != _checksum(kept.report):
+        _log.warning("Kept %s %s is not used: it was changed", kind, path)
+        return None
+    return kept.report
+
+
+def keep_text(kind: str, key: dict[str, str], text: str) -> bool:
+    """Keep a text of this kind for this key, whole or not at all; tells whether it was written."""
+    path = _path(kind, key)
     data = msgspec.json.encode(_Kept(sha256=_checksum(text), report=text))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +78,7 @@ def keep_report(report: ProbeReport) -> bool:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        _log.warning("The probe could not be kept in %s: %s", path, error)
+        _log.warning("The %s could not be kept in %s: %s", kind, path, error)
         return False
     return True
 
@@ -72,9 +92,9 @@ def cached_report(key: dict[str, str], measure: Callable[[], ProbeReport]) -> Pr
     return found
 
 
-def _path(key: dict[str, str]) -> Path:
+def _path(kind: str, key: dict[str, str]) -> Path:
     text = msgspec.json.encode(dict(sorted(key.items())))
-    return cache_folder() / f"probe-{hashlib.sha256(text).hexdigest()[:20]}.json"
+    return cache_folder() / f"{kind}-{hashlib.sha256(text).hexdigest()[:20]}.json"
 
 
 def _checksum(text: str) -> str:
