@@ -14,7 +14,7 @@ from devplace.units import NS_PER_S
 
 MEASURED = "measured by devplace probe"
 FLIGHT_SHARE = 0.55
-"""Fitted to the steps of five models on 2 and 4 H100: 2.4 us of a hop of 4.2 us."""
+"""Of the same fit as `devplace.auto.costs.HOPPER`: 2.4 us of a hop of 4.2 us."""
 
 
 def link_fit(report: ProbeReport, pair: PairReport) -> LinkFit | None:
