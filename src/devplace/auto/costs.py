@@ -14,8 +14,8 @@ from devplace.graph import OpGraph
 from devplace.machine import Machine, detect
 
 # Overheads and shares: fitted once, by code that is not kept, to 40 plans of RNNLM, NMT-4, GNMT-4,
-# ResNet-50 and BERT-large (12 layers, batch 32, one and four micro-batches) on 2 and 4 H100, with an
-# earlier executor. The factor: 4 MiB took 27 us in those steps by the fit, 21 us alone. How well
+# ResNet-50 and BERT-large (12 layers, batch 32, one and four micro-batches) on 2 and 4 H100, with
+# an earlier executor. The factor: 4 MiB took 27 us in those steps by the fit, 21 us alone. How well
 # they do, on these steps and on others: docs/results/gpu_plans.md.
 HOPPER = Calibration(
     send_overhead_ns=3_300,
