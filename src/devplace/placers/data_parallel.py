@@ -28,7 +28,7 @@ class DataParallel:
     def supports(self, problem: Problem) -> str:
         """When the step was captured with several micro-batches."""
         if _num_micro_batches(problem) < 2:
-            return "the step has one micro-batch; capture it with micro_batches=2 or more"
+            return "needs micro_batches=2 or more"
         return ""
 
     def __call__(
