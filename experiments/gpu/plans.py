@@ -5,7 +5,7 @@ Every plan that is measured is kept with its order, so that predictions can be m
 other constants (`experiments/gpu/predict.py`). Only one process at a time measures (GPU_LOCK).
 
 Run: `python -m experiments.gpu.plans WORKLOAD --out FOLDER [--number-format bf16] [--layers N]
-[--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30]`.
+[--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30] [--trace]`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ from devplace.auto.calibration import calibrated
 from devplace.auto.candidates import candidates
 from devplace.auto.costs import HOPPER, price
 from devplace.auto.sources import step_sources
-from devplace.auto.timing import time_plan
+from devplace.auto.timing import fill, time_plan
 from devplace.graph import serialize
 from devplace.graph.capture import capture
 from devplace.machine import detect, toml
 from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
 from devplace.plan import Plan
 from devplace.problem import Placement, Problem
+from devplace.report import deviations
+from devplace.run.executors import make_executor
 from devplace.run.probe import cached_probe, machine_from_probe
+from devplace.run.schedule import make_schedule
+from devplace.simulator.in_order import simulate_in_order
 
 SHARES = (0.1, 0.3, 0.6, 1.0)
 """Parts of the modules that a perturbed placement moves."""
+TRACED = ("one graph", "layers", "search")
 
 
 class Bench:
@@ -183,6 +188,9 @@ class Bench:
         except Exception as error:
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}"[:300]
+        else:
+            if self.options.trace and name in TRACED:
+                self.trace(key, plan, used)
         finally:
             torch.cuda.empty_cache()
             self.lock.release()
@@ -193,6 +201,32 @@ class Bench:
         measured = row.get("measured_ns", 0) / 1e6
         self.say(f"{key}: predicted {row['predicted_ns'] / 1e6:.2f}, measured {measured:.2f} ms")
         self.save()
+
+    def trace(self, key: str, plan: Plan, used: int) -> None:
+        """Keep when everything happened in one step, and say where it differs from the plan."""
+        schedule = make_schedule(self.graph, plan.placement, plan.order, plan.device_names)
+        executor = make_executor(schedule, 0, waits=False)
+        try:
+            fill(executor, self.sources)
+            for number in range(1, 4):
+                executor.step(number)
+            timeline = executor.step(4, is_timed=True).timeline
+        finally:
+            executor.close()
+        assert timeline is not None
+        planned = simulate_in_order(
+            self.problem(used), Placement(np.array(plan.placement, np.int32)), plan.order
+        )
+        found = deviations(planned, timeline, schedule.transfers)
+        self.data.setdefault("deviations", {})[key] = found.as_json(most=8)
+        sent = [(t.tensor, t.src, t.dst) for t in schedule.transfers]
+        self.arrays |= {
+            f"{key}.trace.start": timeline.start_ns,
+            f"{key}.trace.finish": timeline.finish_ns,
+            f"{key}.trace.sent": np.array(sent, np.int32),
+            f"{key}.trace.transfer_start": timeline.transfer_start_ns,
+            f"{key}.trace.transfer_finish": timeline.transfer_finish_ns,
+        }
 
     def perturbed(self, problem: Problem, plan: Plan, used: int) -> None:
         """Placements near the best one and far from it."""
@@ -253,6 +287,7 @@ def main() -> None:
     parser.add_argument("--budget", default="30s")
     parser.add_argument("--placements", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.6)
+    parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()
     options.tag = options.tag or f"{options.workload}-{options.number_format}"
     Bench(options).run()
