@@ -24,6 +24,8 @@ from devplace.run.schedule import Schedule
 
 # Small tensors being pushed keep their memory until the ops are known to come after the push.
 MOST_HELD_BYTES = 512 * 2**20
+# Pushes get multiprocessors before the ops do: an op with many blocks would keep them waiting.
+SIDE_PRIORITY = -1
 
 
 class _Pending(NamedTuple):
@@ -91,9 +93,9 @@ class Mailroom:
         Returns:
             How much its flag on the receiver grows by.
         """
-        if self.routes[transfer] == "peer":
-            return self.push(source, self.buffers[transfer], self.flag(transfer))
         epoch = self.flags[self.schedule.transfers[transfer].src].epoch
+        if self.routes[transfer] == "peer":
+            return self.push(source, self.buffers[transfer], self.flag(transfer), epoch)
         send_to_host(source, self.board, transfer, epoch)
         return 0
 
@@ -204,7 +206,7 @@ class FlagCarrier:
             return
         lane = lane_of(self._mailroom.schedule.transfers[transfer])
         if lane not in self._sides:
-            self._sides[lane] = torch.cuda.Stream(self._device.torch_device)
+            self._sides[lane] = torch.cuda.Stream(self._device.torch_device, priority=SIDE_PRIORITY)
             self._pending[lane] = deque()
         side = self._sides[lane]
         side.wait_stream(self._device.main)
