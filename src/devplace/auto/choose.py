@@ -128,7 +128,7 @@ def choose(
     )
     graph_of = {id(candidate): trial.graph for candidate, trial in trials}
     _ = confirmation.best  # raises if nothing ran
-    _learn(confirmation, searches, graph_of, tell)
+    _learn(confirmation, searches, graph_of, clock, tell)
     ranked = [(row.candidate, graph_of[id(row.candidate)]) for row in confirmation.ranked]
     return Choice(tuple(ranked), confirmation, notes)
 
@@ -137,6 +137,7 @@ def _learn(
     confirmation: Confirmation,
     searches: Sequence[Searched],
     graph_of: Mapping[int, OpGraph],
+    clock: Clock,
     tell: Tell,
 ) -> None:
     """Calibrate this machine with what was measured, the first time."""
@@ -147,7 +148,7 @@ def _learn(
         return
     tell("calibrating the machine")
     pairs = [(row, problems[id(graph_of[id(row.candidate)])]) for row in confirmation.rows]
-    learn(probed_machine(first.machine), pairs, HOPPER)
+    learn(probed_machine(first.machine), pairs, HOPPER, clock.left_s)
 
 
 def _trials(searches: Sequence[Searched], arguments: tuple[Any, Any, Any, Any]) -> list[_Pair]:

@@ -146,3 +146,38 @@ class NativeKernel:
             pool_peak.reshape(count, num_pools),
             moved,
         )
+
+    def anneal(
+        self,
+        space: Any,
+        settings: Any,
+        starts: I32,
+        priorities: I64 | None,
+        seeds: I64,
+        threads: int,
+    ) -> tuple[I32, I64, I64, I64, I64]:
+        """Anneal from every start, a chain each.
+
+        Args:
+            space: See `placers.explore.Space`.
+            settings: See `placers.explore.Schedule`.
+            starts: Device of each group. int32 `[K, G]`
+            priorities: Of the tasks of each start, or None for critical-path ones. int64 `[K, N]`
+            seeds: Of each chain. int64 `[K]`
+            threads: Chains at once.
+
+        Returns:
+            Of each chain's best placement: devices of groups `[K, G]`, priorities `[K, N]`, step
+            time, bytes over the limits; and simulations made. `[K]`
+        """
+        given = np.zeros(0, np.int64) if priorities is None else priorities
+        groups, priority, step, overflow, made = self._kernel.anneal(
+            space,
+            settings,
+            np.ascontiguousarray(starts, np.int32),
+            np.ascontiguousarray(given, np.int64),
+            np.ascontiguousarray(seeds, np.int64),
+            threads,
+        )
+        count = len(seeds)
+        return groups.reshape(count, -1), priority.reshape(count, -1), step, overflow, made
