@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.graph.overwrite import OUT_FORMS
+from devplace.graph.overwrite import OUT_FORMS, overwritten_sources
 from devplace.problem import Problem
 from devplace.simulator.critical import device_orders
+from devplace.simulator.joins import join_positions
 from devplace.simulator.pool import Pool, block_bytes
-from devplace.simulator.pushed import join_positions
 from devplace.simulator.reference import CoreTimeline
 
 I32 = NDArray[np.int32]
@@ -51,10 +51,17 @@ def gap_bytes(problem: Problem, device: I32, run: CoreTimeline) -> I64:
 
 @dataclass(frozen=True)
 class _Result:
-    """A value that replaces a source: storages of both, and whether it is a view of its own."""
+    """A value that replaces a source.
+
+    Attributes:
+        old, new: Storages of both.
+        is_over: Whether its op may write into the old value's memory.
+        is_view: Whether it is a view of the new storage.
+    """
 
     old: int
     new: int
+    is_over: bool
     is_view: bool
 
 
@@ -72,7 +79,7 @@ class _Steps:
         self._size = tasks.storage_bytes.tolist()
         self._last = self._last_reads()
         self._replaced, self._kept = _results(problem)
-        self._joins = join_positions(problem.core, device, run, orders)
+        self._joins = join_positions(problem, device, orders, run.transfers)
 
     def held_bytes(self, d: int) -> int:
         """What lies on a device between steps, and receive buffers."""
@@ -134,7 +141,7 @@ class _Steps:
         """As `run/write_back.py`: over the old value, or copied there once nothing reads it."""
         made = int(self._position[self._maker[result.new]])
         read = self._last[result.old]
-        if self._problem.core.tasks.storage_over[result.new] == result.old and read <= made:
+        if result.is_over and read <= made:
             elsewhere.add(result.new)
         elif result.is_view:
             until[result.new] = max(until[result.new], made + 1, read + 1)
@@ -172,6 +179,7 @@ class _Steps:
 def _results(problem: Problem) -> tuple[list[_Result], set[int]]:
     """Values that replace sources; and storages that are kept to the end of the step."""
     graph, tasks = problem.graph, problem.core.tasks
+    over = overwritten_sources(graph)
     replaced: list[_Result] = []
     kept: set[int] = set()
     for result in graph.results:
@@ -186,7 +194,8 @@ def _results(problem: Problem) -> tuple[list[_Result], set[int]]:
             kept.add(new)
             continue
         old = int(tasks.storage_ptr[tasks.op_task[result.replaces]])
-        replaced.append(_Result(old, new, graph.ops[maker].is_view))
+        is_over = over.get(result.tensor) == result.replaces
+        replaced.append(_Result(old, new, is_over, graph.ops[maker].is_view))
     # a source that a result still shows at the end is overwritten only then
     late = {result.new for result in replaced if result.old in kept}
     return replaced, kept | late
