@@ -12,14 +12,13 @@ from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.run.executors import runs_on_cuda
 from devplace.run.linear import (
-    COPY_ENGINE_BYTES,
-    JOINED_BYTES,
     freed_before,
     joined_before,
     lane_of,
     linear_order,
 )
 from devplace.run.schedule import Schedule, Transfer, make_schedule
+from devplace.simulator.joins import COPY_ENGINE_BYTES, JOINED_BYTES
 from tests.run.tracing import random_placement, trace
 
 

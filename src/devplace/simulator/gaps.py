@@ -13,7 +13,7 @@ from devplace.graph.overwrite import OUT_FORMS, overwritten_sources
 from devplace.problem import Problem
 from devplace.simulator.critical import device_orders
 from devplace.simulator.joins import join_positions
-from devplace.simulator.pool import Pool, block_bytes
+from devplace.simulator.pool import Block, Pool, block_bytes
 from devplace.simulator.reference import CoreTimeline
 
 I32 = NDArray[np.int32]
@@ -107,7 +107,7 @@ class _Steps:
 
     def _replay(self, d: int, pool: Pool, elsewhere: set[int], frees: dict[int, list[int]]) -> Pool:
         workspace = self._problem.core.tasks.workspace_bytes
-        lying = {}
+        lying: dict[int, Block] = {}
         for position, task in enumerate(self._orders[d]):
             for storage in frees.get(position, ()):
                 if storage in lying:

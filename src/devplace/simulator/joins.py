@@ -53,7 +53,7 @@ def rough_transfer_ns(num_bytes: int) -> int:
     return TRANSFER_NS + num_bytes // LINK_BYTES_PER_NS
 
 
-def lane(num_bytes: int, receiver: int) -> int:
+def push_lane(num_bytes: int, receiver: int) -> int:
     """Which of its sender's streams carries a tensor.
 
     Large tensors share one stream, or they would share the bandwidth and all come late; small ones
@@ -172,7 +172,7 @@ def _joins(clock: _RoughClock, d: int) -> list[tuple[_Send, int]]:
     found = []
     latest: dict[int, int] = {}  # of a lane: joined with what follows there
     for send, due_ns in zip(reversed(track.sends), reversed(due), strict=True):
-        own = lane(send.num_bytes, send.receiver)
+        own = push_lane(send.num_bytes, send.receiver)
         position = min(latest.get(own, len(track.starts)), bisect_left(track.starts, due_ns))
         wait = clock.wait_ns.get((send.carrier, send.receiver))
         if wait is not None:
@@ -190,7 +190,7 @@ def _due(track: _Track) -> list[int]:
         if send.num_bytes < JOINED_BYTES:
             found.append(np.iinfo(np.int64).max)
             continue
-        own, took = lane(send.num_bytes, send.receiver), rough_transfer_ns(send.num_bytes)
+        own, took = push_lane(send.num_bytes, send.receiver), rough_transfer_ns(send.num_bytes)
         begin = max(send.time_ns, free.get(own, 0))
         free[own] = begin + took
         found.append(begin + PATIENCE * took)
@@ -199,7 +199,9 @@ def _due(track: _Track) -> list[int]:
 
 def _wait_after(track: _Track, send: _Send, wait_ns: int, d: int) -> int:
     """Position of the sender's first wait that comes after a send and after the wait for it."""
-    after = bisect_left if d > send.receiver else bisect_right  # of two at once, as in `timed_order`
+    after = (
+        bisect_left if d > send.receiver else bisect_right
+    )  # of two at once, as in `timed_order`
     first = after(track.waits, wait_ns, key=lambda wait: wait[0])
     first = max(first, bisect_right(track.waits, send.position, key=lambda wait: wait[1]))
     return track.waits[first][1] if first < len(track.waits) else len(track.starts)

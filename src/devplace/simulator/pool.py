@@ -14,9 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.problem import Core
-from devplace.simulator.reference import CoreTimeline
-
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
@@ -108,7 +105,9 @@ class Piece:
         del self._size_at[address], self._start_of[address + size]
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
+    """Memory of one tensor."""
+
     is_small: bool
     address: int
     size: int
@@ -121,7 +120,6 @@ class Pool:
         large_bytes: Size of the piece for large tensors to begin with.
 
     Attributes:
-        live_bytes: Now in use.
         large_peak_bytes: The most that large tensors took at once.
     """
 
@@ -136,16 +134,16 @@ class Pool:
         """What both pieces reserve."""
         return self._small.num_bytes + self._large.num_bytes
 
-    def take(self, num_bytes: int) -> _Block:
+    def take(self, num_bytes: int) -> Block:
         """Memory for a tensor."""
         size = block_bytes(num_bytes)
         if size <= MOST_SMALL_BYTES:
-            return _Block(True, self._small.take(size), size)
+            return Block(True, self._small.take(size), size)
         self._large_bytes += size
         self.large_peak_bytes = max(self.large_peak_bytes, self._large_bytes)
-        return _Block(False, self._large.take(size), size)
+        return Block(False, self._large.take(size), size)
 
-    def give(self, block: _Block) -> None:
+    def give(self, block: Block) -> None:
         """Free it."""
         if block.is_small:
             self._small.give(block.address, block.size)
