@@ -69,6 +69,7 @@ def test_s11_json_says_what_lacks() -> None:
         "inputs_bytes": 100,
         "receive_buffers_bytes": 0,
         "work_buffers_bytes": 0,
+        "gaps_bytes": 0,
         "peak_bytes": 5104,
         "limit_bytes": 5000,
         "peak_ns": 6 * OP_NS,

@@ -41,7 +41,7 @@ def gap_bytes(problem: Problem, device: I32, run: CoreTimeline) -> I64:
     orders = device_orders(problem.core, device, run)
     if not any(fixed[d] and orders[d] for d in range(len(found))):
         return found
-    steps = _Steps(problem, device, run, orders)
+    steps = StepPools(problem, device, run, orders)
     for d, order in enumerate(orders):
         if fixed[d] and order:
             reserved = steps.held_bytes(d) + steps.pool_bytes(d)
@@ -65,8 +65,15 @@ class _Result:
     is_view: bool
 
 
-class _Steps:
-    """The parts of a step on each device."""
+class StepPools:
+    """What each device reserves for a step.
+
+    Args:
+        problem: What was simulated.
+        device: Device of each task. int32 `[N]`
+        run: Its simulation.
+        orders: Of `device_orders`.
+    """
 
     def __init__(self, problem: Problem, device: I32, run: CoreTimeline, orders: Rows) -> None:
         self._problem, self._device, self._run, self._orders = problem, device, run, orders

@@ -84,10 +84,10 @@ class Timeline:
     def gap_bytes(self) -> I64:
         """What torch reserves beyond the largest memory in use, per device. `[D]`
 
-        See `gap_bytes` in `gaps.py`. 0 unless the costs tell what a step holds (`held_bytes`): only
-        those of a machine that torch runs on do.
+        See `gap_bytes` in `gaps.py`. 0 unless the costs say so (`has_gaps`), as those of a machine
+        that the step will run on do.
         """
-        if self.problem.costs.held_bytes is None:
+        if not self.problem.costs.has_gaps:
             return np.zeros(len(self.run.peak_bytes), np.int64)
         return gap_bytes(self.problem, self.task_devices, self.run)
 
