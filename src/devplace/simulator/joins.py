@@ -118,8 +118,10 @@ class _RoughClock:
         self._bytes, self._maker = tasks.carrier_bytes.tolist(), tasks.carrier_maker.tolist()
         self._in_ptr, self._in = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
         self._is_cpu = [device.kind == "cpu" for device in problem.machine.devices]
+        crossing = [(carrier, e) for carrier, _, e, *_ in transfers.tolist()]
+        need = _first_needs(problem, orders, set(crossing))
         self._targets: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for carrier, _, e, *_ in transfers.tolist():
+        for carrier, e in sorted(crossing, key=lambda send: (need.get(send, 0), send[1])):
             self._targets[self._maker[carrier]].append((carrier, e))
         self._arrival: dict[tuple[int, int], int] = {}
         self.tracks = [_Track() for _ in orders]
@@ -163,6 +165,35 @@ class _RoughClock:
             size = self._bytes[carrier]
             self._arrival[carrier, e] = track.clock_ns + rough_transfer_ns(size)
             track.sends.append(_Send(carrier, e, size, position, track.clock_ns))
+
+
+def _first_needs(
+    problem: Problem, orders: list[list[int]], crossing: set[tuple[int, int]]
+) -> dict[tuple[int, int], int]:
+    """How much each receiver has loaded, received and called before it needs what crosses first.
+
+    An op's tensors are sent in this order.
+    """
+    graph, tasks = problem.graph, problem.core.tasks
+    task_op, carrier_of = tasks.task_op.tolist(), tasks.carrier_of
+    found: dict[tuple[int, int], int] = {}
+    for d, order in enumerate(orders):
+        present: set[int] = set()
+        for task in order:
+            todo = list(reversed(graph.ops[task_op[task]].inputs))
+            while todo:
+                tensor = todo.pop()
+                if tensor in present:
+                    continue
+                op, send = graph.ops[graph.producer[tensor]], (carrier_of.get(tensor, -1), d)
+                if send not in crossing and op.is_view and op.alias_of not in present:
+                    todo += [tensor, op.alias_of]
+                    continue
+                if send in crossing:
+                    found[send] = len(present)
+                present.add(tensor)
+            present.update(graph.ops[task_op[task]].outputs)
+    return found
 
 
 def _joins(clock: _RoughClock, d: int) -> list[tuple[_Send, int]]:
