@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
@@ -13,6 +14,8 @@ from devplace.placers.placer import Placer
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, make_kernel, simulate
 from devplace.units import format_bytes
+
+I64 = NDArray[np.int64]
 
 MOST_RUNNERS_UP = 6
 MOST_ROUNDS = 3
@@ -60,7 +63,8 @@ def search(
     Placers see what is in use at once, which one simulation tells. What is reserved beyond that
     (`gap_bytes`) is known of finished placements only. Where the found one exceeds a limit by that
     alone, the search is done again, with the same seed, the same evaluations and half the seconds,
-    under limits lowered by the gaps, at most `MOST_ROUNDS` times in all.
+    under limits lowered by the gaps; if need be once more, with the largest gap kept free on every
+    GPU, as the same ops may have gone to another one.
     """
     rounds = [_search(problem, problem, placer, budget, seed, progress)]
     if budget.seconds is not None:
@@ -70,7 +74,9 @@ def search(
         if not _lacks_only_gaps(rounds[-1].timeline):
             break
         room = np.maximum(room, rounds[-1].timeline.gap_bytes)
-        rounds.append(_search(_lowered(problem, room), problem, placer, budget, seed, progress))
+        if len(rounds) == MOST_ROUNDS - 1:
+            room[problem.core.wires.fixed_buffers.astype(bool)] = room.max()
+        rounds.append(_search(_lowered(problem, room), problem, placer, budget, seed, None))
     best = min(rounds, key=lambda found: (found.over_bytes, found.timeline.makespan_ns))
     if len(rounds) == 1:
         return best
@@ -135,14 +141,14 @@ def _lacks_only_gaps(timeline: Timeline) -> bool:
     return bool(fits and (run.pool_peak_bytes <= wires.pool_limit_bytes).all())
 
 
-def _lowered(problem: Problem, room: np.ndarray) -> Problem:
+def _lowered(problem: Problem, room: I64) -> Problem:
     """The problem with room left on every device."""
     names = problem.machine.device_names
     left = [max(1, limit - int(gap)) for limit, gap in zip(problem.limit_bytes, room, strict=True)]
     return replace(problem, limits=dict(zip(names, left, strict=True)))
 
 
-def _note(problem: Problem, room: np.ndarray) -> str:
+def _note(problem: Problem, room: I64) -> str:
     parts = [
         f"{format_bytes(int(gap))} on {name}"
         for name, gap in zip(problem.machine.device_names, room, strict=True)
