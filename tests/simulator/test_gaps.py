@@ -20,7 +20,7 @@ from devplace.machine import presets
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.critical import device_orders
-from devplace.simulator.gaps import StepPools
+from devplace.simulator.gaps import StepHeaps
 from devplace.simulator.in_order import simulate_in_order
 from devplace.testing import hand_machine, hand_placement, hand_problem
 
@@ -35,12 +35,12 @@ def sized(text: str, memory: dict[str, int] = ROOM) -> Problem:
     return replace(problem, costs=replace(problem.costs, has_gaps=True))
 
 
-def pools(timeline: Timeline) -> list[int]:
-    """What each device's pool reserves, MiB."""
+def heaps(timeline: Timeline) -> list[int]:
+    """What each device's heap reserves, MiB."""
     problem, device, run = timeline.problem, timeline.task_devices, timeline.run
     orders = device_orders(problem.core, device, run)
-    steps = StepPools(problem, device, run, orders)
-    return [steps.pool_bytes(d) // MIB for d in range(len(orders))]
+    steps = StepHeaps(problem, device, run, orders)
+    return [steps.heap_bytes(d) // MIB for d in range(len(orders))]
 
 
 def on_one(text: str) -> Timeline:
@@ -80,7 +80,7 @@ def test_a_hole_that_is_too_small_is_a_gap() -> None:
     assert timeline.gap_bytes.tolist() == [42 * MIB - 512, 0]
 
 
-def test_new_values_over_old_ones_take_nothing_of_the_pool() -> None:
+def test_new_values_over_old_ones_take_nothing_of_the_heap() -> None:
     """Only the gradient does: the parameter is computed over the old one, and so is the product
     that state goes through."""
     text = """
@@ -92,8 +92,8 @@ def test_new_values_over_old_ones_take_nothing_of_the_pool() -> None:
         n = {}(s, g) bytes=20M ns=1 replaces=m
         u = {}(w, g) bytes=20M ns=1 replaces=w
         """
-    assert pools(on_one(text.replace("{}", "aten.add.Tensor"))) == [20, 0]
-    assert pools(on_one(text.replace("{}", "sgd"))) == [40, 0]
+    assert heaps(on_one(text.replace("{}", "aten.add.Tensor"))) == [20, 0]
+    assert heaps(on_one(text.replace("{}", "sgd"))) == [40, 0]
 
 
 def test_a_new_value_that_was_copied_back_gives_its_memory_free() -> None:
@@ -105,7 +105,7 @@ def test_a_new_value_that_was_copied_back_gives_its_memory_free() -> None:
         z = f(u) bytes=20M ns=1
         """
     )
-    assert pools(timeline) == [20, 0]
+    assert heaps(timeline) == [20, 0]
 
 
 def test_workspace_is_taken_beside_outputs() -> None:
@@ -117,11 +117,11 @@ def test_workspace_is_taken_beside_outputs() -> None:
         b = f(a) bytes=20M ns=1
         """
     )
-    assert pools(timeline) == [40, 0]
+    assert heaps(timeline) == [40, 0]
 
 
-@pytest.mark.parametrize(("flops", "pool"), [(0, 42), (10**12, 22)])
-def test_a_pushed_tensor_keeps_its_memory_until_it_is_joined(flops: int, pool: int) -> None:
+@pytest.mark.parametrize(("flops", "heap"), [(0, 42), (10**12, 22)])
+def test_a_pushed_tensor_keeps_its_memory_until_it_is_joined(flops: int, heap: int) -> None:
     """After a long op the push of `a` should be over, and `b` lies where `a` did."""
     problem = sized(
         f"""
@@ -133,7 +133,7 @@ def test_a_pushed_tensor_keeps_its_memory_until_it_is_joined(flops: int, pool: i
         """
     )
     placement = hand_placement(problem, {"r": "gpu:1"}, first=("a", "c", "b", "r"))
-    assert pools(simulate(problem, placement))[0] == pool
+    assert heaps(simulate(problem, placement))[0] == heap
 
 
 def test_without_torch_there_are_no_gaps() -> None:
@@ -167,8 +167,8 @@ def test_gaps_are_never_negative(problem: Problem, seed: int) -> None:
             assert timeline.gap_bytes[d] == 0
 
 
-def test_pools_of_a_recorded_step_are_predicted_from_its_plan() -> None:
-    """RNNLM on two H200: graph, placement and order alone give the pools that torch had."""
+def test_heaps_of_a_recorded_step_are_predicted_from_its_plan() -> None:
+    """RNNLM on two H200: graph, placement and order alone give the heaps that torch had."""
     path = Path(__file__).parent / "data/rnnlm_2.json.gz"
     record = json.loads(gzip.decompress(path.read_bytes()))
     graph = from_json(json.dumps(record["graph"]))
@@ -176,5 +176,5 @@ def test_pools_of_a_recorded_step_are_predicted_from_its_plan() -> None:
     problem = Problem(graph, machine, replace(Analytic()(graph, machine), has_gaps=True))
     placement = Placement(np.array(record["placement"], np.int32) + 1)
     timeline = simulate_in_order(problem, placement, [[], *record["order"]])
-    expected = [sum(record["pool_bytes"][d].values()) // MIB for d in ("0", "1")]
-    assert pools(timeline)[1:] == expected
+    expected = [sum(record["heap_bytes"][d].values()) // MIB for d in ("0", "1")]
+    assert heaps(timeline)[1:] == expected

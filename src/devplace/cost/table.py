@@ -24,7 +24,7 @@ class CostTable:
             tells. int64, shape `[V]`, or None.
         held_bytes: What a step holds of every device it uses beside its tensors: work buffers of
             libraries, flags. int64, shape `[D]`, or None for nothing.
-        has_gaps: Whether tensors of GPUs come out of torch's memory pools, so that the peaks of
+        has_gaps: Whether tensors of GPUs come out of torch's heaps, so that the peaks of
             finished plans include the gaps there (`Timeline.gap_bytes`).
         notes: What the user should know of these numbers.
     """

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from devplace.graph.overwrite import OUT_FORMS, overwritten_sources
 from devplace.problem import Problem
 from devplace.simulator.critical import device_orders
+from devplace.simulator.heap import Block, Heap, block_bytes
 from devplace.simulator.joins import join_positions
-from devplace.simulator.pool import Block, Pool, block_bytes
 from devplace.simulator.reference import CoreTimeline
 
 I32 = NDArray[np.int32]
@@ -25,7 +25,7 @@ def gap_bytes(problem: Problem, device: I32, run: CoreTimeline) -> I64:
     """Bytes torch reserves for a step beyond the peak that `run` has, per device. int64 `[D]`
 
     What is held between steps (parameters, state, inputs, receive buffers) lies in whole blocks;
-    all else comes from a `Pool`, in which the step is replayed as a CUDA graph records it: before
+    all else comes from a `Heap`, in which the step is replayed as a CUDA graph records it: before
     each op of a device's order, what nothing needs any more is freed, then the op's outputs and
     workspace are taken. 0 on devices without fixed buffers.
 
@@ -41,10 +41,10 @@ def gap_bytes(problem: Problem, device: I32, run: CoreTimeline) -> I64:
     orders = device_orders(problem.core, device, run)
     if not any(fixed[d] and orders[d] for d in range(len(found))):
         return found
-    steps = StepPools(problem, device, run, orders)
+    steps = StepHeaps(problem, device, run, orders)
     for d, order in enumerate(orders):
         if fixed[d] and order:
-            reserved = steps.held_bytes(d) + steps.pool_bytes(d)
+            reserved = steps.held_bytes(d) + steps.heap_bytes(d)
             found[d] = max(0, reserved - int(run.peak_bytes[d]))
     return found
 
@@ -65,7 +65,7 @@ class _Result:
     is_view: bool
 
 
-class StepPools:
+class StepHeaps:
     """What each device reserves for a step.
 
     Args:
@@ -103,28 +103,28 @@ class StepPools:
         sizes += tasks.carrier_bytes[received].tolist()
         return int(core.wires.held_bytes[d]) + sum(block_bytes(size) for size in sizes)
 
-    def pool_bytes(self, d: int) -> int:
+    def heap_bytes(self, d: int) -> int:
         """What the captured step of a device reserves.
 
         The executor asks for what its large tensors take at once in one piece first.
         """
         elsewhere, frees = self._frees(d)
-        trial = self._replay(d, Pool(), elsewhere, frees)
-        return self._replay(d, Pool(trial.large_peak_bytes), elsewhere, frees).num_bytes
+        trial = self._replay(d, Heap(), elsewhere, frees)
+        return self._replay(d, Heap(trial.large_peak_bytes), elsewhere, frees).num_bytes
 
-    def _replay(self, d: int, pool: Pool, elsewhere: set[int], frees: dict[int, list[int]]) -> Pool:
+    def _replay(self, d: int, heap: Heap, elsewhere: set[int], frees: dict[int, list[int]]) -> Heap:
         workspace = self._problem.core.tasks.workspace_bytes
         lying: dict[int, Block] = {}
         for position, task in enumerate(self._orders[d]):
             for storage in frees.get(position, ()):
                 if storage in lying:
-                    pool.give(lying.pop(storage))
+                    heap.give(lying.pop(storage))
             for storage in range(self._ptr[task], self._ptr[task + 1]):
                 if storage not in elsewhere and self._size[storage]:
-                    lying[storage] = pool.take(self._size[storage])
+                    lying[storage] = heap.take(self._size[storage])
             if workspace[task]:
-                pool.give(pool.take(int(workspace[task])))
-        return pool
+                heap.give(heap.take(int(workspace[task])))
+        return heap
 
     def _frees(self, d: int) -> tuple[set[int], dict[int, list[int]]]:
         """Storages of a device that lie in memory of sources, and position -> those freed there."""

@@ -113,7 +113,7 @@ class Block(NamedTuple):
     size: int
 
 
-class Pool:
+class Heap:
     """The two pieces that a GPU's tensors come from.
 
     Args:

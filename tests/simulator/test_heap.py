@@ -1,4 +1,4 @@
-"""Replay of torch's memory pools."""
+"""Replay of torch's heaps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devplace.simulator.pool import (
+from devplace.simulator.heap import (
     BLOCK_BYTES,
     LARGE_PAGE_BYTES,
     MOST_SMALL_BYTES,
     SMALL_PAGE_BYTES,
+    Heap,
     Piece,
-    Pool,
     block_bytes,
 )
 
 MIB = 2**20
-RECORDED = json.loads(gzip.decompress((Path(__file__).parent / "data/pools.json.gz").read_bytes()))
+RECORDED = json.loads(gzip.decompress((Path(__file__).parent / "data/heaps.json.gz").read_bytes()))
 
 
 class SlowPiece:
@@ -106,17 +106,17 @@ def test_the_free_end_is_used_last() -> None:
 
 def test_small_and_large_tensors_lie_apart() -> None:
     """1 MiB is small, a byte more is large; each class grows by its own pages."""
-    pool = Pool()
-    small = pool.take(MOST_SMALL_BYTES)
-    assert pool.num_bytes == SMALL_PAGE_BYTES
-    large = pool.take(MOST_SMALL_BYTES + 1)
-    assert pool.num_bytes == SMALL_PAGE_BYTES + LARGE_PAGE_BYTES
+    heap = Heap()
+    small = heap.take(MOST_SMALL_BYTES)
+    assert heap.num_bytes == SMALL_PAGE_BYTES
+    large = heap.take(MOST_SMALL_BYTES + 1)
+    assert heap.num_bytes == SMALL_PAGE_BYTES + LARGE_PAGE_BYTES
     assert (small.is_small, large.is_small) == (True, False)
-    pool.give(small)
-    pool.give(large)
-    pool.take(30 * MIB)
-    assert pool.num_bytes == SMALL_PAGE_BYTES + 2 * LARGE_PAGE_BYTES
-    assert pool.large_peak_bytes == 30 * MIB
+    heap.give(small)
+    heap.give(large)
+    heap.take(30 * MIB)
+    assert heap.num_bytes == SMALL_PAGE_BYTES + 2 * LARGE_PAGE_BYTES
+    assert heap.large_peak_bytes == 30 * MIB
 
 
 @pytest.mark.parametrize(("num_bytes", "block"), [(1, 512), (512, 512), (513, 1024)])
@@ -144,9 +144,9 @@ def test_replay_equals_an_obvious_one(seed: int, page: int, begin: int) -> None:
     assert fast.num_bytes == len(slow.used)
 
 
-@pytest.mark.parametrize("record", RECORDED["pools"], ids=lambda r: f"{r['step']} {r['kind']}")
-def test_recorded_pools_are_reproduced(record: dict[str, Any]) -> None:
-    """What H200s took and gave back while steps were captured makes the pools they had."""
+@pytest.mark.parametrize("record", RECORDED["heaps"], ids=lambda r: f"{r['step']} {r['kind']}")
+def test_recorded_heaps_are_reproduced(record: dict[str, Any]) -> None:
+    """What H200s took and gave back while steps were captured makes the heaps they had."""
     piece = Piece(SMALL_PAGE_BYTES if record["kind"] == "small" else LARGE_PAGE_BYTES)
     lying: list[tuple[int, int]] = []
     for event in record["events"]:
