@@ -93,6 +93,12 @@ def search(
     return found
 
 
+def _notes(searches: Sequence[Searched]) -> tuple[str, ...]:
+    results = [searched.result for searched in searches]
+    found = [note for r in results for note in (*r.timeline.problem.notes, *r.notes)]
+    return tuple(dict.fromkeys(found))
+
+
 def choose(
     searches: Sequence[Searched],
     arguments: tuple[Any, Any, Any, Any],
@@ -112,7 +118,7 @@ def choose(
     Raises:
         ExecutionError: None of them ran.
     """
-    notes = tuple(dict.fromkeys(n for s in searches for n in s.result.timeline.problem.notes))
+    notes = _notes(searches)
     if measurer is None:
         best = sorted(searches, key=lambda s: s.result.step_ns)
         ranked = [(Candidate(s.prefix + s.result.placer, s.result.plan), s.graph) for s in best]

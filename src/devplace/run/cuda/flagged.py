@@ -19,8 +19,9 @@ from devplace.run.cuda.host_push import fetch_from_host, send_to_host, wait_for_
 from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
 from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait, words_of
 from devplace.run.cuda.routes import Route, neighbours
-from devplace.run.linear import JOINED_BYTES, lane_of
+from devplace.run.linear import lane_of
 from devplace.run.schedule import Schedule
+from devplace.simulator.joins import JOINED_BYTES
 
 # Small tensors being pushed keep their memory until the ops are known to come after the push.
 MOST_HELD_BYTES = 512 * 2**20

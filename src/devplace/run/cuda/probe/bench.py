@@ -14,10 +14,10 @@ from devplace.run.cuda.probe.overheads import measure_overheads
 from devplace.run.cuda.probe.port import WAIT_LIMIT_NS, Port, copy_bytes, pattern
 from devplace.run.cuda.probe.steps import measure_steps
 from devplace.run.cuda.push import Push, push_by_engine, push_by_kernel, wait
-from devplace.run.linear import COPY_ENGINE_BYTES
 from devplace.run.probe.channels import Pair
 from devplace.run.probe.report import HOST, DeviceReport, StepReport
 from devplace.run.workers import Workers
+from devplace.simulator.joins import COPY_ENGINE_BYTES
 
 SIZES = tuple(ROUNDS)
 CHECK_BYTES = (2**10, 2**20, 2**25)
