@@ -8,6 +8,9 @@ from devplace.placers.even import Even, Topo
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
 from devplace.placers.layers import Layers
+from devplace.placers.m_etf import MEtf
+from devplace.placers.m_sct import MSct
+from devplace.placers.m_topo import MTopo
 from devplace.placers.place import Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
@@ -24,6 +27,9 @@ ALL: tuple[type[Placer], ...] = (
     Topo,
     Heft,
     Etf,
+    MTopo,
+    MEtf,
+    MSct,
     Random,
     Search,
 )

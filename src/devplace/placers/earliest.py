@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from devplace.placers.groups import accelerators
+from devplace.placers.groups import I32, accelerators
 from devplace.placers.list_schedule import ListSchedule
 from devplace.problem import Placement, Problem
 
@@ -58,10 +58,13 @@ class EarliestFirst:
     Args:
         problem: What is placed.
         priority: Of each task; of several that can start at once the largest goes first.
+        group: Which tasks are placed together; the colocation groups by default. `[N]`
     """
 
-    def __init__(self, problem: Problem, priority: Sequence[float]) -> None:
-        self.schedule = ListSchedule(problem, contention=True)
+    def __init__(
+        self, problem: Problem, priority: Sequence[float], group: I32 | None = None
+    ) -> None:
+        self.schedule = ListSchedule(problem, contention=True, group=group)
         self.priority = priority
         self.queues = Queues(self.schedule.num_devices)
         self.done = [False] * self.schedule.num_tasks

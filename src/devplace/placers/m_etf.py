@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from devplace.placers.coplace import coplaced
 from devplace.placers.earliest import EarliestFirst
 from devplace.placers.evaluate import Evaluator
 from devplace.problem import Placement, Problem
@@ -23,10 +24,14 @@ class MEtf:
     section 3.2. Differs from it in that memory is a ledger in schedule order, that received copies
     are counted in it, that a parameter goes to the first device that reads it, and that an op for
     which no accelerator has room goes to the device with the most free memory instead of ending the
-    attempt. `etf` is the same with ties by upward rank.
+    attempt. `etf` is the same without co-placement and with ties by upward rank.
+
+    Attributes:
+        coplace: Keep ops together as `coplaced` tells.
     """
 
     name: str = "m-etf"
+    coplace: bool = True
 
     def supports(self, problem: Problem) -> str:
         """Always."""
@@ -36,7 +41,8 @@ class MEtf:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Build one schedule. O(N D log N)."""
-        return EarliestFirst(problem, in_order(problem)).build()
+        group = coplaced(problem) if self.coplace else None
+        return EarliestFirst(problem, in_order(problem), group).build()
 
 
 def in_order(problem: Problem) -> list[float]:
