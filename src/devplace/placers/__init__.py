@@ -11,9 +11,11 @@ from devplace.placers.layers import Layers
 from devplace.placers.m_etf import MEtf
 from devplace.placers.m_sct import MSct
 from devplace.placers.m_topo import MTopo
+from devplace.placers.mincut import MinCut, MinCutRepaired
 from devplace.placers.place import Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
+from devplace.placers.scotch import Scotch, ScotchRepaired
 from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
 
@@ -30,6 +32,10 @@ ALL: tuple[type[Placer], ...] = (
     MTopo,
     MEtf,
     MSct,
+    Scotch,
+    ScotchRepaired,
+    MinCut,
+    MinCutRepaired,
     Random,
     Search,
 )

@@ -47,7 +47,7 @@ class MSct:
 
     def supports(self, problem: Problem) -> str:
         """With HiGHS installed."""
-        return missing("highspy", "highspy", "partition")
+        return missing("highspy", "highspy", "lp")
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
