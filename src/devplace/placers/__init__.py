@@ -5,13 +5,16 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
 from devplace.placers.even import Even, Topo
+from devplace.placers.expert import Expert
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
 from devplace.placers.layers import Layers
 from devplace.placers.m_etf import MEtf
 from devplace.placers.m_sct import MSct
 from devplace.placers.m_topo import MTopo
+from devplace.placers.mayer import Mayer
 from devplace.placers.mincut import MinCut, MinCutRepaired
+from devplace.placers.pipedream import PipeDream
 from devplace.placers.place import Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
@@ -24,6 +27,7 @@ ALL: tuple[type[Placer], ...] = (
     Cpu,
     Even,
     Layers,
+    Expert,
     DataParallel,
     Greedy,
     Topo,
@@ -32,6 +36,8 @@ ALL: tuple[type[Placer], ...] = (
     MTopo,
     MEtf,
     MSct,
+    Mayer,
+    PipeDream,
     Scotch,
     ScotchRepaired,
     MinCut,

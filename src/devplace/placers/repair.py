@@ -23,20 +23,27 @@ def repaired(problem: Problem, placement: Placement, evaluate: Evaluator) -> Pla
     """The placement with pieces moved until every memory limit holds, or as near as was found.
 
     Each round simulates once, and moves pieces away from every device (and pool) over its limit,
-    to where they fit: first those that add the least traffic per byte set free. A piece is what one
-    module call has on the device, so that kept activations move with their readers; when that does
-    not help any more, a single colocation group. Bytes are those in use when the device peaks.
+    to where they fit (accelerators first): those that add the least traffic per byte set free.
+    Bytes are those in use when the device peaks. Pieces are what a module has on the device, what a
+    call of a module has there, or single colocation groups; all three are tried from the start and
+    the fastest result that fits is kept. Kept activations move with the ops that read them, as
+    these are of the same module call.
 
-    Uses one evaluation a round, at most 30 rounds of each kind.
+    Uses one evaluation a round, at most 30 rounds for each kind of piece.
     """
     if evaluate.exhausted:
         return placement
     best, key = placement, evaluate(placement).key
+    if key[0] == 0:
+        return best
+    start = (placement, key)
     pieces = _Pieces(problem)
     for labels in pieces.kinds():
-        best, key = _rounds(problem, best, key, evaluate, pieces, labels)
-        if key[0] == 0:
-            break
+        found, its_key = _rounds(problem, *start, evaluate, pieces, labels)
+        if its_key < key:
+            best, key = found, its_key
+    if key[0] > 0:  # what is left over may be small enough for single groups
+        best, key = _rounds(problem, best, key, evaluate, pieces, pieces.kinds()[-1])
     return best
 
 
@@ -73,24 +80,22 @@ class _Pieces:
         self._problem = problem
 
     def kinds(self) -> list[I64]:
-        """Piece of each group, for each size of pieces: module calls, then single groups. `[G]`"""
+        """Piece of each group, for each size of pieces. `[G]` each"""
         problem, tasks = self._problem, self._problem.core.tasks
         single = np.arange(tasks.num_groups)
         chain = module_chain(problem)
         if len(chain.names) < 2:
             return [single]
-        ops = problem.graph.ops
-        keys: dict[tuple[int, int, int], int] = {}
-        weight = mean_duration_ns(problem)
-        label = np.zeros(tasks.num_groups, np.int64)
-        heaviest = np.full(tasks.num_groups, -1.0)
-        for task, index in enumerate(tasks.task_op):
-            op, group = ops[index], tasks.group[task]
-            if weight[task] > heaviest[group]:
-                heaviest[group] = weight[task]
-                key = (int(chain.of_task[task]), op.call, op.micro_batch)
-                label[group] = keys.setdefault(key, len(keys))
-        return [label, single]
+        # the costliest op of a group tells its module
+        order = np.argsort(mean_duration_ns(problem), kind="stable")
+        task = np.zeros(tasks.num_groups, np.int64)
+        task[tasks.group[order]] = order
+        ops = [problem.graph.ops[index] for index in tasks.task_op[task]]
+        module = chain.of_task[task].tolist()
+        calls = {(m, op.call, op.micro_batch) for m, op in zip(module, ops, strict=True)}
+        number = {key: k for k, key in enumerate(sorted(calls))}
+        call = [number[m, op.call, op.micro_batch] for m, op in zip(module, ops, strict=True)]
+        return [np.array(module, np.int64), np.array(call, np.int64), single]
 
 
 @dataclass
