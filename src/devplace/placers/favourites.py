@@ -91,7 +91,7 @@ def _join(dag: TaskDag, head: I64, chained: I64) -> TaskDag:
     of_task = rank[head]
     kept = np.ones(len(dag.src), bool)
     kept[chained] = False
-    time = np.bincount(of_task, dag.time, len(number))
+    time = np.bincount(of_task, dag.time, len(number)).astype(np.float64)
     src, dst = of_task[dag.src[kept]], of_task[dag.dst[kept]]
     return TaskDag(time, src, dst, dag.cost[kept])
 
@@ -140,7 +140,7 @@ def _program(dag: TaskDag, highspy: Any) -> Any:
         several = degree[ends] > 1
         with_sum, index = np.unique(ends[several], return_inverse=True)
         lists.append((row + index, each[several], np.ones(len(index))))
-        low.append(degree[with_sum] - 1.0)
+        low.append((degree[with_sum] - 1).astype(np.float64))
         row += len(with_sum)
     rows, columns, values = (np.concatenate(parts) for parts in zip(*lists, strict=True))
     order = np.lexsort((columns, rows))

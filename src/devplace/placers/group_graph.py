@@ -80,4 +80,5 @@ def device_weights(problem: Problem, devices: Sequence[int]) -> I64:
     total = problem.core.wires.duration_ns[:, list(devices)].sum(axis=0).astype(float)
     if not total.all():
         return np.full(len(devices), 1000, np.int64)
-    return np.maximum(1, np.rint(1000 * total.min() / total)).astype(np.int64)
+    weights: I64 = np.maximum(1, np.rint(1000 * total.min() / total)).astype(np.int64)
+    return weights

@@ -54,9 +54,9 @@ class ListSchedule:
         self._queues: list[list[int]] = wires.queues.tolist()
         self._arrival: dict[tuple[int, int], int] = {}
         self._charged = [False] * len(self.allowed)
-        for group, device in enumerate(self.group_device):
+        for decided, device in enumerate(self.group_device):
             if device >= 0:
-                self._charge(group, device)
+                self._charge(decided, device)
 
     def makers(self, task: int) -> list[int]:
         """Tasks this one reads from, with repeats."""

@@ -66,7 +66,8 @@ def task_dag(problem: Problem) -> TaskDag:
     src, dst = tasks.carrier_maker[carrier], tasks.cons.astype(np.int64)
     made = tasks.is_source[src] == 0
     pairs, index = np.unique(src[made] * tasks.num_tasks + dst[made], return_inverse=True)
-    cost = np.bincount(index, mean_transfer_ns(problem, devices)[carrier[made]], len(pairs))
+    transfer = mean_transfer_ns(problem, devices)[carrier[made]]
+    cost = np.bincount(index, transfer, len(pairs)).astype(np.float64)
     count = max(1, tasks.num_tasks)
     return TaskDag(mean_duration_ns(problem), pairs // count, pairs % count, cost)
 
@@ -78,6 +79,7 @@ class _Favouring(EarliestFirst):
         super().__init__(problem, in_order(problem), group)
         self._favourite = favourite.tolist()
         self._last = [-1] * self.schedule.num_devices
+        self._until = [0] * self.schedule.num_devices
         self._urgent: list[tuple[int, int]] = []
 
     def offer(self, task: int) -> None:
@@ -88,20 +90,23 @@ class _Favouring(EarliestFirst):
         heapq.heappush(self._urgent, (ready_ns, task))
 
     def run(self, task: int, device: int) -> None:
-        """Also remember what ran last."""
+        """Also remember what ran last, and that the device waited."""
         self._last[device] = task
+        self.queues.free[device] = max(self.queues.free[device], self._until[device])
         super().run(task, device)
 
     def head(self, device: int) -> Entry | None:
         """The favourite child or an urgent op if the device waits, else as without favourites."""
+        self._until[device] = 0
         child = self._awaited(device)
         if child < 0:
             return super().head(device)
-        start = self._start(child, device)
+        task, start = child, self._start(child, device)
         urgent = self._first_urgent(device)
         if urgent is not None and urgent[0] <= start:
-            return (-self.priority[urgent[1]], urgent[0], urgent[1])
-        return (-self.priority[child], start, child)
+            start, task = urgent
+        self._until[device] = start
+        return (-self.priority[task], start, task)
 
     def _awaited(self, device: int) -> int:
         """The favourite child this device waits for, or -1."""

@@ -52,7 +52,7 @@ class PipeDream:
         of_task, num_bytes = self._chain(problem)
         count = len(num_bytes)
         times = problem.core.wires.duration_ns[:, devices].T
-        load = np.stack([np.bincount(of_task, row, count) for row in times])
+        load = np.stack([np.bincount(of_task, row, count) for row in times]).astype(np.float64)
         room = np.array([problem.limit_bytes[d] for d in devices], np.float64)
         cuts = cut_ns(problem, of_task, count, devices)
         stage = split(load, cuts, num_bytes, room)
@@ -71,7 +71,7 @@ class PipeDream:
         tasks = problem.core.tasks
         count = max(1, min(self.most, tasks.num_tasks))
         of_task = shares(mean_duration_ns(problem), count)
-        return of_task, np.bincount(of_task, tasks.made_bytes, count)
+        return of_task, np.bincount(of_task, tasks.made_bytes, count).astype(np.float64)
 
 
 def cut_ns(problem: Problem, of_task: I32, count: int, devices: list[int]) -> F64:

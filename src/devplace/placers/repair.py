@@ -263,7 +263,7 @@ class _Round:
         ends = np.repeat(np.arange(graph.num_groups), np.diff(graph.ptr))
         outside = (row[ends] >= 0) & (labels[ends] != labels[graph.neighbour])
         cell = row[ends[outside]] * num_devices + device[graph.neighbour[outside]]
-        links = np.bincount(cell, graph.num_bytes[outside], count * num_devices)
+        links = np.bincount(cell, graph.num_bytes[outside], count * num_devices).astype(np.float64)
         may = np.ones((count, num_devices), bool)
         np.logical_and.at(may, member, self.problem.allowed[on])
         return links.reshape(count, num_devices), may
