@@ -142,9 +142,7 @@ def test_mt_kahypar_cuts_between_clusters_too() -> None:
     placer = MinCut(library="mt-kahypar")
     available(placer)
     assert (
-        place(
-            clusters(hand_machine(ROOMY)), placer, Budget(evaluations=1)
-        ).timeline.transfer_bytes
+        place(clusters(hand_machine(ROOMY)), placer, Budget(evaluations=1)).timeline.transfer_bytes
         == 1
     )
     check_placer(placer)

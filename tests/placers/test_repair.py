@@ -128,9 +128,7 @@ def test_repair_never_makes_it_worse(seed: int, part: float) -> None:
     loose = random_problem(seed, 12, 3)
     peak = simulate(loose, all_on(loose, 0)).peak_bytes.max()
     limit = max(1, int(peak * part))
-    problem = Problem(
-        loose.graph, hand_machine({f"gpu:{d}": limit for d in range(3)}), loose.costs
-    )
+    problem = Problem(loose.graph, hand_machine({f"gpu:{d}": limit for d in range(3)}), loose.costs)
     start = all_on(problem, 0)
     evaluate = Evaluator(problem, Budget(evaluations=100))
     found = repaired(problem, start, evaluate)

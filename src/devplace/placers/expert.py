@@ -11,7 +11,6 @@ import numpy as np
 
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import I32, accelerators, by_vote, mean_duration_ns, op_devices
-from devplace.placers.layers import layer_of, stacks_of
 from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
 
@@ -26,6 +25,7 @@ class Rule:
         models: Patterns of the graph's name.
         kind: `whole`: one device; `layers`: layer k of each stack on device k; `blocks`: equal
             runs of blocks; `experts`: experts spread, the rest on the first device.
+        stacks: Pattern of the containers whose numbered modules are the layers.
         first: Patterns of modules outside the stacks that go to the first device; the others go to
             that of the last layer.
         source: Who does so.
@@ -33,6 +33,7 @@ class Rule:
 
     models: tuple[str, ...]
     kind: Kind
+    stacks: str
     first: tuple[str, ...]
     source: str
 
@@ -41,6 +42,7 @@ RULES = (
     Rule(
         ("inception*", "resnet*"),
         "whole",
+        "",
         (),
         "Mirhoseini et al. (2017), arXiv 1706.04972, section 4.1: one device, or contiguous parts "
         "with about as many layers each",
@@ -48,6 +50,7 @@ RULES = (
     Rule(
         ("rnnlm*", "nmt*", "gnmt*"),
         "layers",
+        "*cells",
         ("*embedding*", "*backward_cell*"),
         "Sutskever et al. (2014), arXiv 1409.3215, section 3.5; Wu et al. (2016), arXiv "
         "1609.08144, section 3; as in Mirhoseini et al. (2017), section 4.1",
@@ -55,10 +58,17 @@ RULES = (
     Rule(
         ("bert*", "gpt*"),
         "blocks",
+        "blocks",
         ("*embedding*", "dropout", "norm:bert*"),
         "Huang et al. (2019), GPipe, arXiv 1811.06965, section 5",
     ),
-    Rule(("moe*",), "experts", (), "Lepikhin et al. (2021), GShard, arXiv 2006.16668, section 2.2"),
+    Rule(
+        ("moe*",),
+        "experts",
+        "*experts",
+        (),
+        "Lepikhin et al. (2021), GShard, arXiv 2006.16668, section 2.2",
+    ),
 )
 """Published rules; the first whose pattern matches the model's name counts."""
 
@@ -85,8 +95,8 @@ class Expert:
         rule = rule_of(problem)
         if rule is None:
             return "no published rule for this model; `layers` works for any stack"
-        if rule.kind != "whole" and not stacks_of(module_chain(problem)):
-            return "the model has no stack of numbered modules"
+        if rule.kind != "whole" and not _numbered(module_chain(problem), rule):
+            return f"the model has no numbered modules in {rule.stacks}"
         return ""
 
     def __call__(
@@ -98,8 +108,7 @@ class Expert:
         chain, devices = module_chain(problem), accelerators(problem)
         if rule.kind == "whole":
             return _whole(problem, chain, devices, evaluate)
-        place = _experts if rule.kind == "experts" else _layers
-        wish = np.array(devices, np.int32)[place(problem, chain, rule)[chain.of_task]]
+        wish = np.array(devices, np.int32)[_places(problem, chain, rule)[chain.of_task]]
         if rule.kind == "layers":
             _follow(problem, chain, wish)
         groups = by_vote(problem, wish, mean_duration_ns(problem))
@@ -122,15 +131,28 @@ def _whole(
     return chain.place(problem, np.array(devices, np.int32)[part])
 
 
-def _layers(problem: Problem, chain: ModuleChain, rule: Rule) -> I32:
-    """Index of the accelerator of each module. `[M]`"""
-    stacks, count = stacks_of(chain), len(accelerators(problem))
-    place = np.full(len(chain.names), -1, np.int32)
+def _numbered(chain: ModuleChain, rule: Rule) -> dict[int, tuple[str, int]]:
+    """Container and number of the modules on a path through one of the rule's stacks."""
+    found = {}
     for module, name in enumerate(chain.names):
-        layer = layer_of(name)
-        if layer is not None and layer[0] in stacks:
-            place[module] = _run(layer[1], stacks[layer[0]], count, rule.kind)
-    last = int(place.max(initial=0))
+        parts = name.split(".")
+        for at, part in enumerate(parts[1:], 1):
+            if part.isdigit() and fnmatch(".".join(parts[:at]), rule.stacks):
+                found[module] = (".".join(parts[:at]), int(part))
+    return found
+
+
+def _places(problem: Problem, chain: ModuleChain, rule: Rule) -> I32:
+    """Index of the accelerator of each module. `[M]`"""
+    numbered, count = _numbered(chain, rule), len(accelerators(problem))
+    layers: dict[str, int] = {}
+    for stack, number in numbered.values():
+        layers[stack] = max(layers.get(stack, 0), number + 1)
+    place = np.full(len(chain.names), -1, np.int32)
+    for module, (stack, number) in numbered.items():
+        few = rule.kind == "layers" and layers[stack] <= count
+        place[module] = number if few else number * count // layers[stack]
+    last = 0 if rule.kind == "experts" else int(place.max(initial=0))
     for module, name in enumerate(chain.names):
         if place[module] < 0:
             place[module] = 0 if _is_first(name, problem, rule) else last
@@ -146,36 +168,9 @@ def _follow(problem: Problem, chain: ModuleChain, wish: I32) -> None:
             wish[task] = wish[tasks.carrier_maker[tasks.in_carrier[begin]]]
 
 
-def _run(number: int, layers: int, count: int, kind: Kind) -> int:
-    if kind == "layers" and layers <= count:
-        return number
-    return number * count // layers
-
-
 def _is_first(name: str, problem: Problem, rule: Rule) -> bool:
     for pattern in rule.first:
         module, _, model = pattern.partition(":")
         if fnmatch(name, module) and fnmatch(problem.graph.name, model or "*"):
             return True
     return False
-
-
-def _experts(problem: Problem, chain: ModuleChain, rule: Rule) -> I32:
-    """Expert e of n on the e-th n-th of the accelerators; the rest on the first. `[M]`"""
-    count = len(accelerators(problem))
-    place = np.zeros(len(chain.names), np.int32)
-    numbers = [_expert(name) for name in chain.names]
-    experts = max(numbers) + 1
-    for module, number in enumerate(numbers):
-        if number >= 0:
-            place[module] = number * count // experts
-    return place
-
-
-def _expert(name: str) -> int:
-    """Number behind `experts` on a module path, or -1."""
-    parts = name.split(".")
-    for before, number in pairwise(parts):
-        if before == "experts" and number.isdigit():
-            return int(number)
-    return -1

@@ -28,7 +28,7 @@ class Layers:
 
     def supports(self, problem: Problem) -> str:
         """When the model has a stack: numbered modules in one container."""
-        if not stacks_of(module_chain(problem)):
+        if not _stacks(module_chain(problem)):
             return "the model has no stack of numbered modules (a ModuleList or Sequential)"
         return ""
 
@@ -41,10 +41,10 @@ class Layers:
 
 def layers_over(problem: Problem, chain: ModuleChain, devices: list[int]) -> Placement:
     """Every stack's layers over `devices`, in equal counts."""
-    stacks, feeds = stacks_of(chain), _feeds(problem, chain)
+    stacks, feeds = _stacks(chain), _feeds(problem, chain)
     place = np.zeros(len(chain.names), np.int32)
     for module, name in enumerate(chain.names):
-        layer = layer_of(name)
+        layer = _layer(name)
         if layer is not None and layer[0] in stacks:
             place[module] = layer[1] * len(devices) // stacks[layer[0]]
         else:
@@ -52,16 +52,16 @@ def layers_over(problem: Problem, chain: ModuleChain, devices: list[int]) -> Pla
     return chain.place(problem, np.array(devices, np.int32)[place])
 
 
-def layer_of(name: str) -> tuple[str, int] | None:
+def _layer(name: str) -> tuple[str, int] | None:
     """Container and number of the outermost numbered module on a path."""
     parts = name.split(".")
     at = next((k for k, part in enumerate(parts) if part.isdigit()), None)
     return None if at is None else (".".join(parts[:at]), int(parts[at]))
 
 
-def stacks_of(chain: ModuleChain) -> dict[str, int]:
+def _stacks(chain: ModuleChain) -> dict[str, int]:
     """Container -> number of layers."""
-    layers = {layer for name in chain.names if (layer := layer_of(name)) is not None}
+    layers = {layer for name in chain.names if (layer := _layer(name)) is not None}
     counts = Counter(container for container, _ in layers)
     last = {c: max(number for name, number in layers if name == c) for c in counts}
     return {container: last[container] + 1 for container, count in counts.items() if count > 1}
