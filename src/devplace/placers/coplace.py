@@ -16,7 +16,7 @@ def coplaced(problem: Problem) -> I32:
     costliest); so backward ops sit with the forward ops they differentiate. Nothing is joined that
     no device can run together.
 
-    Source: Jeon et al. (2020), Baechi, SoCC, section 4 (co-placement, forward operators only).
+    Source: Jeon et al. (2020), Baechi, SoCC, co-placement and placement of forward operators only.
     Differs from it in that the forward op of a backward op is known only by module and call.
     """
     units = _Units(problem)

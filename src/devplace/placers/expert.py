@@ -44,8 +44,8 @@ RULES = (
         "whole",
         "",
         (),
-        "Mirhoseini et al. (2017), arXiv 1706.04972, section 4.1: one device, or contiguous parts "
-        "with about as many layers each",
+        "Mirhoseini et al. (2017), arXiv 1706.04972, and (2018), ICLR: one device, or contiguous "
+        "parts with about as many layers each",
     ),
     Rule(
         ("rnnlm*", "nmt*", "gnmt*"),
@@ -53,21 +53,21 @@ RULES = (
         "*cells",
         ("*embedding*", "*backward_cell*"),
         "Sutskever et al. (2014), arXiv 1409.3215, section 3.5; Wu et al. (2016), arXiv "
-        "1609.08144, section 3; as in Mirhoseini et al. (2017), section 4.1",
+        "1609.08144, section 3; as in Mirhoseini et al. (2017), arXiv 1706.04972",
     ),
     Rule(
         ("bert*", "gpt*"),
         "blocks",
         "blocks",
         ("*embedding*", "dropout", "norm:bert*"),
-        "Huang et al. (2019), GPipe, arXiv 1811.06965, section 5",
+        "Huang et al. (2019), GPipe, arXiv 1811.06965",
     ),
     Rule(
         ("moe*",),
         "experts",
         "*experts",
         (),
-        "Lepikhin et al. (2021), GShard, arXiv 2006.16668, section 2.2",
+        "Lepikhin et al. (2021), GShard, arXiv 2006.16668",
     ),
 )
 """Published rules; the first whose pattern matches the model's name counts."""

@@ -1,6 +1,6 @@
 """Favourite children: the reader that each op should share its device with, from a linear program.
 
-The program (Hanen and Munier 1995; Jeon et al. 2020, section 3.3) has a start `s_i` per op, the
+The program (Hanen and Munier 1995; Jeon et al. 2020, Baechi) has a start `s_i` per op, the
 step `w`, and `0 <= x_ij <= 1` per edge, 0 if j is the favourite child of i: minimise w subject to
 `s_i + p_i + c_ij x_ij <= s_j`, `s_i + p_i <= w`, and `sum_j x_ij >= readers - 1` (at most one
 favourite child), `sum_i x_ij >= makers - 1` (favourite of at most one).

@@ -20,11 +20,11 @@ class MEtf:
     An op needs room for its outputs and workspace, and for its group's sources when it is the
     group's first; outputs are released with their last reader. Transfers queue.
 
-    Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC,
-    section 3.2. Differs from it in that memory is a ledger in schedule order, that received copies
-    are counted in it, that a parameter goes to the first device that reads it, and that an op for
-    which no accelerator has room goes to the device with the most free memory instead of ending the
-    attempt. `etf` is the same without co-placement and with ties by upward rank.
+    Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC, and
+    its released code. Differs from it in that memory is a ledger in schedule order, that received
+    copies are counted in it, that a parameter goes to the first device that reads it, and that an
+    op for which no accelerator has room goes to the device with the most free memory instead of
+    ending the attempt. `etf` is the same without co-placement and with ties by upward rank.
 
     Attributes:
         coplace: Keep ops together as `coplaced` tells.

@@ -26,9 +26,9 @@ class MSct:
     takes nothing else until then, except an urgent op: one whose inputs would by then be there on
     every device.
 
-    Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC,
-    section 3.3, after Hanen and Munier (1995), An approximation algorithm for scheduling dependent
-    tasks on m processors with small communication delays. The linear program is solved by HiGHS
+    Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC, and
+    its released code, after Hanen and Munier (1995), An approximation algorithm for scheduling
+    dependent tasks on m processors with small communication delays. The linear program is solved by HiGHS
     instead of MOSEK, and in parts (see `favourite_children`), so that its time grows with the
     number of parts; sources have no part in it; of urgent ops only the first is looked at. Else it
     differs from the paper as `m-etf` does.

@@ -21,9 +21,9 @@ class MTopo:
     together are placed as one with the first of them and need all their outputs and the largest
     workspace. What is released meanwhile is not reckoned.
 
-    Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC,
-    section 3.1 (the uniform form with colocation). Differs from it in that a device never takes
-    more than its own limit allows, and that what is then left over goes where most room is.
+    Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC, and
+    its released code (the uniform form with colocation). Differs from it in that a device never
+    takes more than its own limit allows, and that what is then left over goes where most room is.
 
     Attributes:
         coplace: Keep ops together as `coplaced` tells.

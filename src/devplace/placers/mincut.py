@@ -28,7 +28,7 @@ class MinCut:
 
     Source: Karypis, Kumar (1998), A fast and high quality multilevel scheme for partitioning
     irregular graphs, SIAM J. Scientific Computing 20(1), k-way; as a baseline in Mirhoseini et al.
-    (2017), arXiv 1706.04972, section 4.1 (Scotch without the CPU). Differs from it in that METIS
+    (2017), arXiv 1706.04972 (Scotch without the CPU). Differs from it in that METIS
     partitions instead of Scotch. The same problem always gives the same plan, whatever the seed.
 
     Attributes:

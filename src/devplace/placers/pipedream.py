@@ -26,7 +26,7 @@ class PipeDream:
     unless there is no other split. Fewer devices are used where that is as good.
 
     Source: Narayanan et al. (2019), PipeDream: generalized pipeline parallelism for DNN training,
-    SOSP, section 3.1, and its planner's straight pipeline. Differs from it: no stage is
+    SOSP, and the straight pipeline of its released planner. Differs from it: no stage is
     replicated; the graph is made a chain by the order in which modules run instead of by antichains
     (without modules: 500 stretches of equal time in topological order); devices may be unequal, and
     the k-th stage is on the k-th accelerator in use; a cut costs what really crosses it, both ways.

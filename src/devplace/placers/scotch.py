@@ -26,7 +26,7 @@ class Scotch:
 
     Source: Pellegrini, Roman (1996), Scotch: a software package for static mapping by dual
     recursive bipartitioning; used so as a baseline by Mirhoseini et al. (2017), arXiv 1706.04972,
-    section 4.1, and, with equal targets and communication times as edges, by Tarnawski et al.
+    and, with equal targets and communication times as edges, by Tarnawski et al.
     (2020), arXiv 2006.16423. Differs from these in that the library is run on one thread from a
     fixed random state, so that the same problem always gives the same plan, whatever the seed.
 
