@@ -28,8 +28,8 @@ class MSct:
 
     Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC, and
     its released code, after Hanen and Munier (1995), An approximation algorithm for scheduling
-    dependent tasks on m processors with small communication delays. The linear program is solved by HiGHS
-    instead of MOSEK, and in parts (see `favourite_children`), so that its time grows with the
+    dependent tasks on m processors with small communication delays. The linear program is solved by
+    HiGHS instead of MOSEK, and in parts (see `favourite_children`), so that its time grows with the
     number of parts; sources have no part in it; of urgent ops only the first is looked at. Else it
     differs from the paper as `m-etf` does.
 
