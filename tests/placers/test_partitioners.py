@@ -137,6 +137,26 @@ def test_scotch_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert os.environ["SCOTCH_PTHREAD_NUMBER"] == "3"
 
 
+def test_nothing_is_printed() -> None:
+    """METIS complains on standard output about parts that stay empty; nobody should read that, and
+    what is printed before and after is there, in order."""
+    available(MinCut())
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from devplace.placers import *\n"
+        "from devplace.testing import hand_machine, hand_problem\n"
+        "print('before')\n"
+        "machine = hand_machine({f'gpu:{d}': 10**6 for d in range(4)})\n"
+        "lines = [f'a{k} = f ns=9000,9000,9000,100' for k in range(4)]\n"
+        "problem = hand_problem('\\n'.join(lines), machine)\n"
+        "place(problem, MinCut(), Budget(evaluations=1))\n"
+        "print('after')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "before\nafter\n"
+    assert done.stderr == ""
+
+
 def test_mt_kahypar_cuts_between_clusters_too() -> None:
     """The optional library finds the same halves, and keeps what placers promise."""
     placer = MinCut(library="mt-kahypar")

@@ -13,6 +13,7 @@ from devplace.placers.evaluate import Evaluator
 from devplace.placers.extras import missing
 from devplace.placers.group_graph import GroupGraph, device_weights, group_graph, mean_work, scaled
 from devplace.placers.groups import I32, I64, accelerators, legal, op_devices
+from devplace.placers.quiet import quiet_stdout
 from devplace.placers.repair import repaired
 from devplace.problem import Placement, Problem
 
@@ -59,11 +60,11 @@ class MinCut:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Partition the graph once."""
-        devices = accelerators(problem)
         graph = group_graph(problem)
+        devices = _fastest(problem, accelerators(problem), graph.num_groups)
         parts = np.zeros(graph.num_groups, np.int32)
-        if len(devices) > 1 and graph.num_groups > 1:
-            work = scaled(mean_work(problem, devices), 0)
+        if len(devices) > 1:
+            work = scaled(mean_work(problem, devices), 1)
             part = _metis if self.library == "metis" else _kahypar
             parts = part(graph, work, device_weights(problem, devices), self.imbalance)
         wish = np.array(devices, np.int32)[parts]
@@ -83,19 +84,26 @@ class MinCutRepaired(MinCut):
         return repaired(problem, super().__call__(problem, evaluate, rng), evaluate)
 
 
+def _fastest(problem: Problem, devices: list[int], most: int) -> list[int]:
+    """At most so many devices: there cannot be more parts than vertices."""
+    order = np.argsort(-device_weights(problem, devices), kind="stable")[: max(1, most)]
+    return [devices[k] for k in sorted(order.tolist())]
+
+
 def _metis(graph: GroupGraph, work: I64, speeds: I64, imbalance: float) -> I32:
     import pymetis
 
     total = float(speeds.sum())
-    _, parts = pymetis.part_graph(
-        len(speeds),
-        pymetis.CSRAdjacency(graph.ptr, graph.neighbour),
-        vweights=work.tolist(),
-        eweights=scaled(graph.num_bytes, 1).tolist(),
-        tpwgts=[float(speed) / total for speed in speeds],
-        recursive=False,
-        options=pymetis.Options(seed=0, ufactor=round(1000 * imbalance)),
-    )
+    with quiet_stdout():  # METIS complains about parts that stay empty
+        _, parts = pymetis.part_graph(
+            len(speeds),
+            pymetis.CSRAdjacency(graph.ptr, graph.neighbour),
+            vweights=work.tolist(),
+            eweights=scaled(graph.num_bytes, 1).tolist(),
+            tpwgts=[float(speed) / total for speed in speeds],
+            recursive=False,
+            options=pymetis.Options(seed=0, ufactor=round(1000 * imbalance)),
+        )
     return np.array(parts, np.int32)
 
 
