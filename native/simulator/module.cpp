@@ -160,7 +160,19 @@ class Kernel {
   nb::tuple moves(In<i32> device, In<i32> move_ptr, In<i32> move_task, In<i32> move_device,
                   In<i64> cutoff) const {
     check_devices(device, 1);
-    const std::size_t count = move_ptr.size() - 1;
+    if (!core_.one_stream) throw nb::value_error("moves: devices must have one stream");
+    check_devices_of(move_device);
+    for (std::size_t j = 0; j < move_task.size(); ++j)
+      if (move_task.data()[j] < 0 || move_task.data()[j] >= core_.num_tasks)
+        throw nb::value_error("moves: task out of range");
+    if (cutoff.size() + 1 != move_ptr.size() || move_task.size() != move_device.size())
+      throw nb::value_error("moves: wrong size");
+    const std::size_t count = cutoff.size();
+    for (std::size_t k = 0; k < count; ++k)
+      if (move_ptr.data()[k] < 0 || move_ptr.data()[k] > move_ptr.data()[k + 1])
+        throw nb::value_error("moves: pointers must rise");
+    if (move_ptr.data()[count] != static_cast<i32>(move_task.size()))
+      throw nb::value_error("moves: wrong size");
     std::vector<i64> found(count);
     i64 events = 0;
     {
@@ -187,6 +199,7 @@ class Kernel {
     Space shared = space_of(space);
     const std::size_t K = seeds.size(), G = shared.num_groups, N = core_.num_tasks;
     if (starts.size() != K * G) throw nb::value_error("starts: wrong size");
+    check_devices_of(starts);
     if (priorities.size()) check_priorities(priorities, K);
     Settings common;
     common.heat = nb::cast<double>(settings.attr("heat"));
@@ -254,6 +267,9 @@ class Kernel {
   }
   void check_devices(const In<i32>& devices, std::size_t rows) const {
     if (devices.size() != rows * core_.num_tasks) throw nb::value_error("devices: wrong size");
+    check_devices_of(devices);
+  }
+  void check_devices_of(const In<i32>& devices) const {
     for (std::size_t i = 0; i < devices.size(); ++i)
       if (devices.data()[i] < 0 || devices.data()[i] >= core_.num_devices)
         throw nb::value_error("devices: index out of range");

@@ -36,6 +36,7 @@ F64 = NDArray[np.float64]
 
 # Moves of a native chain without improvement after which it ends.
 PATIENCE = 20_000
+MOST_CHAINS = 16
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ class Search:
     ) -> None:
         """Native chains from coarse to fine, then the order and the critical path in turn."""
         evaluate, everything = annealer.evaluate, list(annealer.problem.usable_devices)
-        explorer = Explorer(annealer.problem, evaluate, rng, self.width)
+        chains = self.width
+        if evaluate.budget.evaluations is None:  # then nobody counts on the same plan everywhere
+            chains = max(chains, min(MOST_CHAINS, evaluate.threads))
+        explorer = Explorer(annealer.problem, evaluate, rng, chains)
         limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
 
         def run(
@@ -127,7 +131,7 @@ class Search:
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
-            found = run(level, found[:2], everything, until, self.heat / 4, 0.1)
+            found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
         evaluate.runners_up.heading = "fine"
         while not evaluate.exhausted:
             before = evaluate.num_evaluations

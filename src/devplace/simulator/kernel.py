@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -146,6 +147,34 @@ class NativeKernel:
             pool_peak.reshape(count, num_pools),
             moved,
         )
+
+    def moves(
+        self, device: I32, moves: Sequence[tuple[I32, I32]], cutoff_ns: I64
+    ) -> tuple[I64, int]:
+        """Step times after moves, each from the same placement, in its critical-path order.
+
+        Args:
+            device: The placement. int32 `[N]`
+            moves: Tasks that move, and where each goes.
+            cutoff_ns: Step time above which a move is given up, per move.
+
+        Returns:
+            Step times, the largest integer for moves given up; and tasks simulated over all.
+
+        Raises:
+            ValueError: A device has several streams.
+        """
+        sizes = [len(tasks) for tasks, _ in moves]
+        tasks = np.concatenate([tasks for tasks, _ in moves]).astype(np.int32)
+        targets = np.concatenate([target for _, target in moves]).astype(np.int32)
+        found, events = self._kernel.moves(
+            np.ascontiguousarray(device, np.int32),
+            np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+            tasks,
+            targets,
+            np.ascontiguousarray(cutoff_ns, np.int64),
+        )
+        return found, int(events)
 
     def anneal(
         self,
