@@ -127,7 +127,8 @@ class Search:
             return found
 
         evaluate.runners_up.heading = "start"
-        found = run(levels[0], starts[: self.restarts], devices, 0.4, 3 * self.heat, 0.05)
+        begins = [starts[0]] * (self.width - 1) + starts[1:2]
+        found = run(levels[0], begins, devices, 0.4, self.heat, 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
