@@ -75,6 +75,16 @@ def stored_sources(schedule: Schedule) -> frozenset[int]:
     return frozenset(op for op in schedule.holders if ops[op].role not in ("input", "scalar"))
 
 
+def source_bytes(schedule: Schedule, device: int) -> dict[int, int]:
+    """Source op that a device holds -> bytes of its value."""
+    graph = schedule.graph
+    return {
+        op: graph.tensors[graph.ops[op].outputs[0]].num_bytes
+        for op, devices in schedule.holders.items()
+        if device in devices
+    }
+
+
 def is_cpu(name: str) -> bool:
     """Whether a device name is that of a CPU device."""
     return name == "cpu" or name.startswith("cpu:")
