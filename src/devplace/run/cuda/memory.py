@@ -18,7 +18,8 @@ from devplace.run.cuda.expandable import fixed_segments
 # their own; one piece of memory for all is worth it from here on.
 LEAST_ARENA_BYTES = 20 * 2**20
 # What a step reserves beyond its tensors: flags and other small ones in pages of 2 MiB, up to 20
-# MiB for the last page that a segment grew by, ends of the pieces of parameters and receive buffers.
+# MiB for the last page that a segment grew by, ends of the pieces of parameters and of receive
+# buffers.
 SPARE_BYTES = 24 * 2**20
 
 

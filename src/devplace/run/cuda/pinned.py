@@ -121,7 +121,8 @@ class PinnedBoard:
         for transfer, like in layouts.items():
             buffer = pieces.cut(memory, transfer, like)
             if buffer is None:
-                buffer = shaped(allocate(sizes[transfer]), like)
+                size = sizes[transfer]
+                buffer = shaped(allocate(size) if size else memory[:0], like)
             buffers[transfer] = buffer
         return buffers
 
