@@ -162,7 +162,7 @@ class NodeFacts:
         for node in placeholders + calls:
             self.nodes_of.setdefault(self.op_of[node], []).append(node)
         self.result_nodes: list[Any] = list(nodes[-1].args[0])
-        self._root: dict[Any, int] = {}
+        self._owner: dict[Any, Any] = {}
 
     def device(self, node: Any) -> int:
         return self.device_of_op[self.op_of[node]]
@@ -179,16 +179,20 @@ class NodeFacts:
 
     def root(self, node: Any) -> int:
         """Index of the op that owns the node's storage: the op itself, or that of a view's base."""
+        return self.op_of[self.owner(node)]
+
+    def owner(self, node: Any) -> Any:
+        """The node whose value owns the node's storage: itself, or the base of a view."""
         chain = []
-        while node not in self._root:
+        while node not in self._owner:
             chain.append(node)
             if not self.is_view(node):
-                self._root[node] = self.op_of[node]
+                self._owner[node] = node
                 break
             node = self._base(node)
-        root = self._root[node]
-        self._root.update(dict.fromkeys(chain, root))
-        return root
+        owner = self._owner[node]
+        self._owner.update(dict.fromkeys(chain, owner))
+        return owner
 
     def _base(self, node: Any) -> Any:
         if node.target is operator.getitem:

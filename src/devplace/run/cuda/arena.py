@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from devplace.run.codegen import last_uses
+from devplace.run.cuda.best_fit import Stretch
 from devplace.run.cuda.pieces import PLACE_BYTES
 from devplace.run.linear import lane_of
 from devplace.run.schedule import NodeFacts, Schedule
@@ -16,7 +18,7 @@ from devplace.run.write_back import DeviceWrites
 # What torch gives up to this size comes in pages of SMALL_PAGE_BYTES; the rest in pieces.
 SMALL_BYTES = 2**20
 SMALL_PAGE_BYTES = 2 * 2**20
-# Beside the small tensors of the plan: those that ops need for themselves, and gaps between all.
+# Beside the small tensors of the plan: those that ops need for themselves.
 SMALL_SPARE_BYTES = 4 * 2**20
 # A step is given just what it takes only where so much more (one part in four) is left: then what
 # gaps and workspaces need beyond that piece will be found too.
@@ -62,11 +64,11 @@ def choose_arena(step_bytes: int, small_bytes: int, allowed_bytes: int) -> Arena
 
 
 class StepPeaks(NamedTuple):
-    """Most that the tensors of a step take at once on a GPU, bytes.
+    """What the tensors of a step take on a GPU, bytes.
 
     Attributes:
-        small: Those of up to SMALL_BYTES.
-        large: The others.
+        small: Memory for those of up to SMALL_BYTES, with the gaps between them.
+        large: Most that the others take at once.
     """
 
     small: int
@@ -97,14 +99,16 @@ def step_peaks(
         for send in freed.get(index, ()):
             walk.join(send)
         if kind == "receive":
-            walk.receive(transfer)
+            walk.receive(transfer, node)
         elif kind == "send":
             walk.send(transfer, node)
         elif kind == "call":
-            walk.make(node)
+            walk.make(node, writes.in_place(index) is not None)
+        else:
+            walk.load(node)
         for gone in (*writes.drops.get(index, ()), *dead.get(index, ())):
             walk.drop(gone)
-    return StepPeaks(*walk.peaks)
+    return StepPeaks(walk.small.num_bytes, walk.large_peak)
 
 
 def copied_bytes(schedule: Schedule, device: int) -> int:
@@ -122,44 +126,46 @@ class _Walk:
     """The tensors of one device that are alive, instruction by instruction."""
 
     def __init__(self, schedule: Schedule, joins: Mapping[int, tuple[int, ...]]) -> None:
-        self.peaks = [0, 0]
+        self.small = Stretch()
+        self.large_peak = 0
         self._schedule = schedule
         self._facts = NodeFacts(schedule.graph, schedule.device_of_op)
         self._joins = joins
-        self._sizes: dict[int, list[int]] = {}
+        self._sizes: dict[int, int] = {}
         self._uses: Counter[int] = Counter()
-        self._made: set[Any] = set()
-        self._now = [0, 0]
-        self._pending: dict[int, deque[tuple[int, int]]] = {}
+        self._large_now = 0
+        self._pending: dict[int, deque[tuple[int, Any]]] = {}
         self._joined: set[int] = set()
 
-    def make(self, node: Any) -> None:
+    def make(self, node: Any, is_in_place: bool) -> None:
         """An op gives a value, or a part or a view of one."""
-        root = self._facts.root(node)
-        self._made.add(node)
-        if not self._facts.is_view(node) and root not in self._sizes:
-            self._sizes[root] = [0, 0]
-            for out in self._schedule.graph.ops[root].outputs:
-                size = _rounded(self._schedule.graph.tensors[out].num_bytes)
-                self._sizes[root][size > SMALL_BYTES] += size
-            self._now = [a + b for a, b in zip(self._now, self._sizes[root], strict=True)]
-            self.peaks = [max(a, b) for a, b in zip(self.peaks, self._now, strict=True)]
-        self._uses[root] += 1
+        op = self._facts.op_of[node]
+        is_new = not self._facts.is_view(node) and node.target is not operator.getitem
+        if is_new and not is_in_place:
+            for tensor in self._schedule.graph.ops[op].outputs:
+                self._allocate(tensor)
+        self._hold(node)
 
     def drop(self, node: Any) -> None:
         """Nothing needs a value any more."""
-        if node in self._made:
-            self._let_go(self._facts.root(node))
+        for tensor in self._tensors(node):
+            self._uses[tensor] -= 1
+            if self._uses[tensor] == 0:
+                self._free(tensor)
 
     def send(self, transfer: int, node: Any) -> None:
         """A push holds its tensor until it is joined."""
-        root = self._facts.root(node)
-        self._uses[root] += 1
+        self._hold(node)
         lane = lane_of(self._schedule.transfers[transfer])
-        self._pending.setdefault(lane, deque()).append((transfer, root))
+        self._pending.setdefault(lane, deque()).append((transfer, node))
 
-    def receive(self, transfer: int) -> None:
+    def load(self, node: Any) -> None:
+        """A value that is there anyhow."""
+        self._hold(node)
+
+    def receive(self, transfer: int, node: Any) -> None:
         """Pushes are joined before a wait."""
+        self._hold(node)
         for send in self._joins.get(transfer, ()):
             self.join(send)
 
@@ -167,15 +173,35 @@ class _Walk:
         """A push, and all before it on its stream, are over."""
         pending = self._pending.get(lane_of(self._schedule.transfers[transfer]))
         while pending and transfer not in self._joined:
-            first, root = pending.popleft()
+            first, node = pending.popleft()
             self._joined.add(first)
-            self._let_go(root)
+            self.drop(node)
 
-    def _let_go(self, root: int) -> None:
-        self._uses[root] -= 1
-        if self._uses[root] == 0:
-            sizes = self._sizes.pop(root, [0, 0])
-            self._now = [a - b for a, b in zip(self._now, sizes, strict=True)]
+    def _tensors(self, node: Any) -> tuple[int, ...]:
+        """What keeps its memory while this value is there."""
+        owner = self._facts.owner(node)
+        if owner.op == "placeholder" or owner.name in self._schedule.graph.program.tensor_of:
+            return (self._facts.tensor_id(owner),)
+        return self._schedule.graph.ops[self._facts.op_of[owner]].outputs
+
+    def _hold(self, node: Any) -> None:
+        self._uses.update(self._tensors(node))
+
+    def _allocate(self, tensor: int) -> None:
+        size = _rounded(self._schedule.graph.tensors[tensor].num_bytes)
+        self._sizes[tensor] = size
+        if size > SMALL_BYTES:
+            self._large_now += size
+            self.large_peak = max(self.large_peak, self._large_now)
+        elif size:
+            self.small.take(tensor, size)
+
+    def _free(self, tensor: int) -> None:
+        size = self._sizes.pop(tensor, 0)
+        if size > SMALL_BYTES:
+            self._large_now -= size
+        elif size:
+            self.small.give(tensor)
 
 
 def _rounded(num_bytes: int) -> int:
