@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,7 +61,7 @@ class LargestSize(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.now = 0
-        self.seen: set[int] = set()
+        self.tensors: Counter[int] = Counter()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -72,23 +73,23 @@ class LargestSize(TorchDispatchMode):
         return found
 
     def note(self, value: Any) -> None:
-        """Count a storage while any tensor lies in it (views hold their base here)."""
+        """Count a storage while any tensor lies in it."""
         key, size = value.untyped_storage()._cdata, value.untyped_storage().nbytes()
-        if key in self.seen:
-            return
-        self.seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self.tensors[key] += 1
+        if self.tensors[key] == 1:
+            self.now += size
+            self.peak = max(self.peak, self.now)
         weakref.finalize(value, self.forget, key, size)
 
     def forget(self, key: int, size: int) -> None:
-        """A storage has gone."""
-        self.seen.discard(key)
-        self.now -= size
+        """A tensor has gone, and with the last one its storage."""
+        self.tensors[key] -= 1
+        if self.tensors[key] == 0:
+            self.now -= size
 
 
-def case(name: str) -> tuple[Any, Any, dict[int, Any]]:
-    """Model's graph and a value per source."""
+def case(name: str) -> tuple[Any, dict[int, Any]]:
+    """Graph of a model and a value per source."""
     torch.manual_seed(0)
     loss: Any = mean_square
     if name == "clipped":
@@ -104,12 +105,16 @@ def case(name: str) -> tuple[Any, Any, dict[int, Any]]:
                 module.p = 0.0
     optimizer = adam(list(model.parameters()))
     graph = capture(model, batch, loss, optimizer)
-    values = {
+    return graph, values_of(graph, model, batch, optimizer)
+
+
+def values_of(graph: Any, model: Any, batch: Any, optimizer: Any) -> dict[int, Any]:
+    """A value per source."""
+    return {
         **ModelState(graph, model, optimizer).read(),
         **bind_inputs(graph, batch, {}),
         **bind_scalars(graph, 1, optimizer.param_groups),
     }
-    return model, graph, values
 
 
 def runner_of(schedule: Schedule, values: dict[int, Any]) -> EagerRunner:
@@ -148,7 +153,7 @@ def _all_are_light(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_light_trial_learns_the_same_layouts(name: str, num_devices: int) -> None:
     """Layouts of transfers and strides of new values equal those of a step that keeps all; the
     state stays as it was."""
-    _, graph, values = case(name)
+    graph, values = case(name)
     placed = random_placement(graph, num_devices, 0)
     schedule = make_schedule(graph, *placed, NAMES[:num_devices])
     usual, lean = runner_of(schedule, values), runner_of(schedule, values)
@@ -177,17 +182,14 @@ class Deep(nn.Module):
 
 def test_a_light_trial_takes_the_memory_of_its_largest_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """A net of 20 layers keeps at least 20 activations in a usual trial, and never more than the
-    tensors of one op (two arguments and a result here, and one more while it is made) in a light
+    tensors of one op (two arguments and a result here, beside small ones) in a light
     one."""
     monkeypatch.setattr(light, "LIGHT_BYTES", 2**20)
     model, batch = Deep(20), (torch.randn(4096, 64),)
-    graph = capture(model, batch, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = capture(model, batch, mean_square, optimizer)
     schedule = make_schedule(graph, *random_placement(graph, 1, 0), NAMES[:1])
-    values = {
-        **ModelState(graph, model, torch.optim.SGD(model.parameters(), lr=0.1)).read(),
-        **bind_inputs(graph, batch, {}),
-        **bind_scalars(graph, 1, [{"lr": 0.1}]),
-    }
+    values = values_of(graph, model, batch, optimizer)
     activation, peaks = 4096 * 64 * 4, []
     for is_light in (False, True):
         runner = runner_of(schedule, values)
@@ -195,7 +197,7 @@ def test_a_light_trial_takes_the_memory_of_its_largest_op(monkeypatch: pytest.Mo
             runner._compute(1, {}, is_trial=True, is_light=is_light)
         peaks.append(sizes.peak)
     assert peaks[0] > 20 * activation
-    assert peaks[1] < 5 * activation
+    assert peaks[1] < 4 * activation
 
 
 def test_integers_and_small_and_held_values_stay() -> None:
