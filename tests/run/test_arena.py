@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ def test_places_never_overlap(seed: int) -> None:
         peak = max(peak, sum(alive.values()))
         places = sorted(stretch._places.values())
         assert {k: size for k, (_, size) in stretch._places.items()} == alive
-        assert all(a + n <= b for (a, n), (b, _) in zip(places, places[1:], strict=False))
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(places))
         gaps = sum(size for size, _ in stretch._gaps)
         assert sum(alive.values()) + gaps == stretch.num_bytes
     assert peak <= stretch.num_bytes < 2 * peak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -174,5 +175,5 @@ def test_receive_buffers_share_a_piece_and_no_memory() -> None:
         if found.numel():
             torch.as_strided(found, (num_span_bytes(found) // found.element_size(),), (1,)).zero_()
     begins = sorted(mailroom.buffers[op].data_ptr() for op in VALUES if op != 9)
-    assert all(b - a >= 512 for a, b in zip(begins, begins[1:], strict=False))
+    assert all(b - a >= 512 for a, b in pairwise(begins))
     assert len({storage(mailroom.buffers[op]) for op in VALUES if op != 9}) == 1
