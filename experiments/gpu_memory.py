@@ -27,6 +27,7 @@ from devplace.machine import detect
 from devplace.problem import Problem
 from devplace.report.measured_memory import measured_memory_rows
 from devplace.run import compile_step
+from devplace.run.cuda.arena import gap_bytes
 from devplace.run.cuda.memory import held_bytes
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -142,6 +143,7 @@ def run_case(
         for _ in range(STEPS):
             loss = float(step(*inputs))
         found = {"ran": True, "loss": loss, **measured(step.executor, predicted)}
+        found["gap_bytes"] = gap_bytes(step.executor.schedule)
     except DeviceMemoryError as error:
         found["error"] = str(error)
     except Exception as error:

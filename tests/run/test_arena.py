@@ -18,6 +18,7 @@ from devplace.run.cuda.arena import (
     StepPeaks,
     choose_arena,
     copied_bytes,
+    gap_bytes,
     step_peaks,
 )
 from devplace.run.cuda.best_fit import Stretch
@@ -48,7 +49,7 @@ def test_a_chain_takes_two_tensors_at_once(num_elements: int) -> None:
     schedule = schedule_of(lambda x: [((x * 2 + 1) * 3).sum()], x=torch.empty(num_elements))
     two = 2 * 4 * num_elements
     is_small = num_elements == 64 * KIB
-    assert peaks_of(schedule) == (StepPeaks(two, 0) if is_small else StepPeaks(512, two))
+    assert peaks_of(schedule) == (StepPeaks(two, 0, two) if is_small else StepPeaks(512, two, two))
 
 
 def test_a_view_keeps_the_memory_of_its_base() -> None:
@@ -87,13 +88,40 @@ def test_a_pushed_tensor_keeps_its_memory_until_the_push_is_joined() -> None:
     assert peaks_of(schedule, {sends[0] + 1: (transfer,)}).small == 2 * 256 * KIB
 
 
+def test_gaps_are_what_is_needed_beyond_the_most_at_once() -> None:
+    """A small tensor that lives while large ones do not has memory of its own all the same; on one
+    device with large tensors of equal size there are no other gaps."""
+    schedule = schedule_of(
+        lambda x: [(((x * 2).sum() + 1) * torch.ones(64 * KIB) + 1).sum()], x=torch.empty(MIB)
+    )
+    peaks = peaks_of(schedule)
+    assert peaks == StepPeaks(peaks.small, 4 * MIB, peaks.at_once)
+    assert peaks.small >= 2 * 256 * KIB
+    assert gap_bytes(schedule) == {"cuda:0": peaks.small + 4 * MIB - peaks.at_once}
+    assert gap_bytes(schedule)["cuda:0"] > 0
+
+
+def test_a_gap_that_is_hardly_larger_is_taken_whole() -> None:
+    """What is left of it is no gap if it is not larger than the least rest."""
+    stretch = Stretch(1024)
+    stretch.take(0, 2048)
+    stretch.take(1, 512)
+    stretch.give(0)
+    stretch.take(2, 1024)
+    stretch.take(3, 512)
+    assert stretch.num_bytes == 3072
+    stretch.give(2)
+    stretch.take(4, 2048)  # the whole of the gap is back
+    assert stretch.num_bytes == 3072
+
+
 def test_what_is_written_over_its_source_takes_nothing() -> None:
     """A new parameter computed in the old one's memory, and the arguments it reads, are free."""
     value = torch.empty(64 * KIB)
     sources = {"p": ("parameter", value), "g": ("input", value)}
     graph = trace(lambda p, g: [p - g], sources, [("p", "parameter")])
     schedule = make_schedule(graph, *snap(graph, [0] * len(graph.ops), 2), NAMES)
-    assert peaks_of(schedule) == StepPeaks(0, 0)
+    assert peaks_of(schedule) == StepPeaks(0, 0, 0)
     assert copied_bytes(schedule, 0) == 0
 
 

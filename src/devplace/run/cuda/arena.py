@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from devplace.run.codegen import last_uses
 from devplace.run.cuda.best_fit import Stretch
 from devplace.run.cuda.pieces import PLACE_BYTES
-from devplace.run.linear import lane_of
-from devplace.run.schedule import NodeFacts, Schedule
-from devplace.run.write_back import DeviceWrites
+from devplace.run.linear import freed_before, joined_before, lane_of, linear_order
+from devplace.run.schedule import NodeFacts, Schedule, is_cpu
+from devplace.run.write_back import DeviceWrites, write_backs
 
 # What torch gives up to this size comes in pages of SMALL_PAGE_BYTES; the rest in pieces.
 SMALL_BYTES = 2**20
@@ -68,11 +68,13 @@ class StepPeaks(NamedTuple):
 
     Attributes:
         small: Memory for those of up to SMALL_BYTES, with the gaps between them.
-        large: Most that the others take at once.
+        large: Memory for the others, with the gaps between them.
+        at_once: Most that all of them take at once.
     """
 
     small: int
     large: int
+    at_once: int
 
 
 def step_peaks(
@@ -108,7 +110,25 @@ def step_peaks(
             walk.load(node)
         for gone in (*writes.drops.get(index, ()), *dead.get(index, ())):
             walk.drop(gone)
-    return StepPeaks(walk.small.num_bytes, walk.large_peak)
+    return StepPeaks(walk.small.num_bytes, walk.large.num_bytes, walk.peak_bytes)
+
+
+def gap_bytes(schedule: Schedule) -> dict[str, int]:
+    """What the GPUs of a schedule need beyond the most that tensors take at once, by name.
+
+    Small and large tensors have memory apart, and each tensor needs one gap that it fits in. The
+    peaks that a plan predicts count neither.
+
+    Complexity: O(I + E) for I instructions with E arguments.
+    """
+    joins = joined_before(schedule, linear_order(schedule))
+    freed, writes = freed_before(schedule), write_backs(schedule)
+    found = {}
+    for device, name in enumerate(schedule.device_names):
+        if schedule.instructions[device] and not is_cpu(name):
+            peaks = step_peaks(schedule, device, writes[device], joins, freed[device])
+            found[name] = peaks.small + peaks.large - peaks.at_once
+    return found
 
 
 def copied_bytes(schedule: Schedule, device: int) -> int:
@@ -126,14 +146,14 @@ class _Walk:
     """The tensors of one device that are alive, instruction by instruction."""
 
     def __init__(self, schedule: Schedule, joins: Mapping[int, tuple[int, ...]]) -> None:
-        self.small = Stretch()
-        self.large_peak = 0
+        self.small, self.large = Stretch(), Stretch(SMALL_BYTES)
+        self.peak_bytes = 0
         self._schedule = schedule
         self._facts = NodeFacts(schedule.graph, schedule.device_of_op)
         self._joins = joins
         self._sizes: dict[int, int] = {}
         self._uses: Counter[int] = Counter()
-        self._large_now = 0
+        self._now = 0
         self._pending: dict[int, deque[tuple[int, Any]]] = {}
         self._joined: set[int] = set()
 
@@ -190,18 +210,19 @@ class _Walk:
     def _allocate(self, tensor: int) -> None:
         size = _rounded(self._schedule.graph.tensors[tensor].num_bytes)
         self._sizes[tensor] = size
-        if size > SMALL_BYTES:
-            self._large_now += size
-            self.large_peak = max(self.large_peak, self._large_now)
-        elif size:
-            self.small.take(tensor, size)
+        self._now += size
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        if size:
+            self._stretch(size).take(tensor, size)
 
     def _free(self, tensor: int) -> None:
         size = self._sizes.pop(tensor, 0)
-        if size > SMALL_BYTES:
-            self._large_now -= size
-        elif size:
-            self.small.give(tensor)
+        self._now -= size
+        if size:
+            self._stretch(size).give(tensor)
+
+    def _stretch(self, size: int) -> Stretch:
+        return self.large if size > SMALL_BYTES else self.small
 
 
 def _rounded(num_bytes: int) -> int:

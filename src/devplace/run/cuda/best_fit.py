@@ -8,6 +8,9 @@ from bisect import bisect_left, insort
 class Stretch:
     """Places chosen as torch's allocator does: the smallest gap that fits, else at the end.
 
+    Args:
+        least_rest: What is left of a gap is a gap again if it is larger than this, bytes.
+
     Attributes:
         num_bytes: How far it has reached.
 
@@ -21,8 +24,9 @@ class Stretch:
         2560
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_rest: int = 0) -> None:
         self.num_bytes = 0
+        self._least_rest = least_rest
         self._places: dict[int, tuple[int, int]] = {}
         self._gaps: list[tuple[int, int]] = []  # (bytes, begin), ascending
         self._begins: dict[int, int] = {}
@@ -37,8 +41,10 @@ class Stretch:
         if at < len(self._gaps):
             room, begin = self._gaps[at]
             self._remove(begin)
-            if room > num_bytes:
+            if room - num_bytes > self._least_rest:
                 self._add(begin + num_bytes, room - num_bytes)
+            else:
+                num_bytes = room
         else:
             begin = self._ends.get(self.num_bytes, self.num_bytes)
             if begin < self.num_bytes:  # the gap at the end grows
