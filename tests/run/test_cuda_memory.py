@@ -69,7 +69,8 @@ def test_a_step_runs_with_what_it_reserved_without_a_limit() -> None:
     allow(free.reserved_peak_bytes)
     losses, tight, mode = run_steps(case)
     assert (losses, mode) == (expected, "graph")
-    assert tight.reserved_peak_bytes <= free.reserved_peak_bytes + 2 * MIB
+    # A segment that grows does so by whole pages of 20 MiB, of which torch's limit knows nothing.
+    assert tight.reserved_peak_bytes <= free.reserved_peak_bytes + 20 * MIB
     clean()
     assert torch.cuda.memory_allocated(0) <= before
 
