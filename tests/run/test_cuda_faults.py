@@ -138,7 +138,7 @@ def test_memory_that_runs_out_is_named_and_given_back(
     twin = copy.deepcopy(case[0])
     step = make(case)
     if when == "warm-up":
-        limit(100 * MIB)  # the batch takes 16, the gradients 192
+        limit(50 * MIB)  # a gradient takes 64
         what = "Warming up"
     elif when == "capture":
         monkeypatch.setattr(graphs, "reserve_arena", hog)
@@ -174,20 +174,23 @@ def test_memory_that_runs_out_is_named_and_given_back(
     assert not torch.equal(next(case[0].parameters()), next(twin.parameters()))
 
 
-def test_a_warm_up_is_tried_again_out_of_all_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_is_tried_again_without_keeping_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first try that finds no memory is not the end; the captured step is right."""
     case = wide()
     step = make(case)
-    rehearse, tries = EagerRunner.rehearse, []
+    expected = [float(step(*case[3])) for _ in range(2)]
+    step.close()
+    step = make(case)
+    tries: list[int] = []
 
-    def once(self: Any, number: int) -> Any:
+    def fail(self: Any, number: int) -> Any:
         tries.append(number)
-        return hog() if len(tries) == 1 else rehearse(self, number)
+        return hog()
 
-    monkeypatch.setattr(EagerRunner, "rehearse", once)
+    monkeypatch.setattr(EagerRunner, "rehearse", fail)
     torch.cuda.set_per_process_memory_fraction(0.5, 0)
-    assert torch.isfinite(step(*case[3]))
-    assert tries == [1, 1]
+    assert [float(step(*case[3])) for _ in range(2)] == expected
+    assert tries == [1]
     assert step.executor.mode == "graph"  # type: ignore[attr-defined]
     step.close()
 
@@ -230,7 +233,7 @@ def test_an_executor_closed_after_a_failure_leaves_the_next_one_alone() -> None:
     case = wide()
     warm(case)
     step = make(case)
-    limit(100 * MIB)
+    limit(50 * MIB)
     with pytest.raises(DeviceMemoryError):
         step(*case[3])
     step.close()

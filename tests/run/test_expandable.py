@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from devplace.run.cuda import expandable
-from devplace.run.cuda.expandable import expandable_segments, turned_back, turned_on
+from devplace.run.cuda.expandable import (
+    expandable_segments,
+    fixed_segments,
+    turned_back,
+    turned_on,
+)
 
 
 @pytest.mark.parametrize("former", ["", "max_split_size_mb:200", "expandable_segments:False"])
@@ -31,4 +36,29 @@ def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(expandable, "_set", lambda settings: told.append(settings) or True)
     with expandable_segments("cuda:7") as grows:
         assert not grows
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    "former", ["expandable_segments:True", "max_split_size_mb:200,expandable_segments:True"]
+)
+def test_one_piece_is_fixed_among_those_that_grow(
+    former: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within them, a piece is asked for with the segments off; then they are on again."""
+    told = [former]
+    monkeypatch.setattr(expandable, "_settings", lambda: told[-1])
+    monkeypatch.setattr(expandable, "_set", lambda settings: told.append(settings) or True)
+    with fixed_segments():
+        assert told[-1] == f"{former},expandable_segments:False"
+    assert told[-1] == former
+
+
+def test_where_segments_do_not_grow_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that never named them are left alone."""
+    told: list[str] = []
+    monkeypatch.setattr(expandable, "_settings", lambda: "max_split_size_mb:200")
+    monkeypatch.setattr(expandable, "_set", lambda settings: told.append(settings) or True)
+    with fixed_segments():
+        pass
     assert told == []

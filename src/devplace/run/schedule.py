@@ -75,6 +75,16 @@ def stored_sources(schedule: Schedule) -> frozenset[int]:
     return frozenset(op for op in schedule.holders if ops[op].role not in ("input", "scalar"))
 
 
+def source_bytes(schedule: Schedule, device: int) -> dict[int, int]:
+    """Source op that a device holds -> bytes of its value."""
+    graph = schedule.graph
+    return {
+        op: graph.tensors[graph.ops[op].outputs[0]].num_bytes
+        for op, devices in schedule.holders.items()
+        if device in devices
+    }
+
+
 def is_cpu(name: str) -> bool:
     """Whether a device name is that of a CPU device."""
     return name == "cpu" or name.startswith("cpu:")
@@ -152,7 +162,7 @@ class NodeFacts:
         for node in placeholders + calls:
             self.nodes_of.setdefault(self.op_of[node], []).append(node)
         self.result_nodes: list[Any] = list(nodes[-1].args[0])
-        self._root: dict[Any, int] = {}
+        self._owner: dict[Any, Any] = {}
 
     def device(self, node: Any) -> int:
         return self.device_of_op[self.op_of[node]]
@@ -169,16 +179,20 @@ class NodeFacts:
 
     def root(self, node: Any) -> int:
         """Index of the op that owns the node's storage: the op itself, or that of a view's base."""
+        return self.op_of[self.owner(node)]
+
+    def owner(self, node: Any) -> Any:
+        """The node whose value owns the node's storage: itself, or the base of a view."""
         chain = []
-        while node not in self._root:
+        while node not in self._owner:
             chain.append(node)
             if not self.is_view(node):
-                self._root[node] = self.op_of[node]
+                self._owner[node] = node
                 break
             node = self._base(node)
-        root = self._root[node]
-        self._root.update(dict.fromkeys(chain, root))
-        return root
+        owner = self._owner[node]
+        self._owner.update(dict.fromkeys(chain, owner))
+        return owner
 
     def _base(self, node: Any) -> Any:
         if node.target is operator.getitem:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from devplace.run.copies import shrunk_strides
+from devplace.run.cuda.pieces import Pieces
 
 FLAG_STRIDE = 32  # int32 words: flags lie 128 bytes apart, in cache lines of their own
 
@@ -20,6 +21,12 @@ _idle_streams: dict[str, list[Any]] = {}
 class CudaDevice:
     """What the executor holds of one GPU.
 
+    Args:
+        index: Its index in the schedule.
+        name: Its torch device.
+        is_new_stream: Whether its stream must be one that nobody has used.
+        source_bytes: Source op that it will hold -> bytes of its value.
+
     Attributes:
         index: Its index in the schedule.
         torch_device: Its torch device.
@@ -27,13 +34,21 @@ class CudaDevice:
         buffers: Source op -> its value between steps; the address stays.
     """
 
-    def __init__(self, index: int, name: str, is_new_stream: bool = False) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        is_new_stream: bool = False,
+        source_bytes: Mapping[int, int] | None = None,
+    ) -> None:
         self.index = index
         self.torch_device = torch.device(name)
         idle = _idle_streams.setdefault(str(self.torch_device), [])
         reuses = idle and not is_new_stream
         self.main = idle.pop() if reuses else torch.cuda.Stream(self.torch_device)
         self.buffers: dict[int, Any] = {}
+        self._pieces = Pieces(source_bytes or {})
+        self._memory: Any = None
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -52,12 +67,26 @@ class CudaDevice:
             self.main.wait_stream(torch.cuda.current_stream(value.device))
         with self.current():
             if op not in self.buffers:
-                self.buffers[op] = _empty_for(value, self.torch_device)
+                self.buffers[op] = self._room_for(op, value)
             # Pinned memory is read later, when its owner may have changed it.
             is_pinned = value.device.type == "cpu" and value.is_pinned()
             self.buffers[op].copy_(value, non_blocking=not is_pinned)
             if value.device == self.torch_device:
                 value.record_stream(self.main)
+
+    def _room_for(self, op: int, value: Any) -> Any:
+        """Memory for the value of a source: a cut of one piece for all, or its own."""
+        like = _dense_like(value)
+        if self._memory is None and self._pieces.num_bytes:
+            size = self._pieces.num_bytes
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        place = self._pieces.cut(self._memory, op, like)
+        return empty_like_layout(like, self.torch_device) if place is None else place
+
+    def release(self) -> None:
+        """Let go of all values."""
+        self.buffers.clear()
+        self._memory = None
 
     def hand_over(self, value: Any) -> Any:
         """A value of this device's stream, made safe to use on the caller's."""
@@ -132,9 +161,9 @@ def empty_like_layout(like: Any, torch_device: Any) -> Any:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=torch_device)
 
 
-def _empty_for(value: Any, torch_device: Any) -> Any:
-    """Uninitialised tensor with the dimensions of a value in the same order, without gaps."""
+def _dense_like(value: Any) -> Any:
+    """Meta tensor with the dimensions of a value in the same order, without gaps."""
     strides = shrunk_strides(value.shape, value.stride(), gap=0)
     if strides is None or 0 in strides:
-        return torch.empty(value.shape, dtype=value.dtype, device=torch_device)
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=torch_device)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")

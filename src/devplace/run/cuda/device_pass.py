@@ -11,6 +11,7 @@ import torch
 from devplace.errors import ExecutionError
 from devplace.run.codegen import last_uses
 from devplace.run.cuda.clock import Clock
+from devplace.run.cuda.light import LightValues
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
 from devplace.run.write_back import DeviceWrites, Scratch, WriteBack, out_overload
@@ -49,6 +50,7 @@ class StateWrites:
             values, and where a new value would lie in the old one's memory the old one stands in.
         strides: FX node of a new value -> its strides as the op itself lays it out. A step notes
             them, later ones compute in place where the old value lies just so.
+        is_light: Whether a trial keeps large values only as descriptions.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class StateWrites:
         writes: DeviceWrites,
         is_trial: bool = False,
         strides: dict[Any, tuple[int, ...]] | None = None,
+        is_light: bool = False,
     ) -> None:
+        self.is_light = is_light
         self.writes = writes
         self.is_trial = is_trial
         self.strides = {} if strides is None else strides
@@ -98,7 +102,7 @@ class DevicePass:
         self._random = random
         self._state = state
         self._clock = clock
-        self._values: dict[Any, Any] = {}
+        self._values: dict[Any, Any] = LightValues(sources.values()) if state.is_light else {}
         self._instructions = schedule.instructions[device]
         self._dead_after = last_uses(schedule, device)
         self._source_of = source_ops(schedule)

@@ -13,6 +13,7 @@ from devplace.run.cuda.clock import Clocks, timed_transfer
 from devplace.run.cuda.device import CudaDevice, empty_like_layout
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.host import HostDevice
+from devplace.run.cuda.light import lightened
 from devplace.run.cuda.memory import MemoryMeter
 from devplace.run.cuda.push import words_of
 from devplace.run.cuda.random import RandomOps
@@ -69,6 +70,8 @@ class EagerRunner:
     def rehearse(self, number: int) -> dict[int, int]:
         """Run a step, leave the state as it is, and learn layouts (`layouts`, `strides`).
 
+        It needs the memory of a step and of the gaps between its tensors.
+
         Returns:
             Device -> most bytes that it allocated at once, apart from received tensors and from
             what stays (work buffers of libraries), in blocks above 1 MiB.
@@ -83,16 +86,22 @@ class EagerRunner:
         self.reserved_peak_bytes = {i: meter.reserved_peak_bytes for i, meter in meters.items()}
         return peaks
 
+    def rehearse_lightly(self, number: int) -> None:
+        """As `rehearse`, in about the memory that the largest op needs."""
+        self._compute(number, {}, is_trial=True, is_light=True)
+
     def _compute(
         self,
         number: int,
         clocks: Clocks,
         is_trial: bool,
         meters: Mapping[int, MemoryMeter] | None = None,
+        is_light: bool = False,
     ) -> dict[int, list[tuple[int, Any]]]:
         carrier = _Copies(
             self._schedule, self._devices, self._routes, self.layouts, clocks, meters or {}
         )
+        carrier.is_light = is_light
         passes = {}
         for index, device in self._devices.items():
             random = self._random[index]
@@ -105,7 +114,12 @@ class EagerRunner:
                     device.buffers,
                     carrier,
                     random,
-                    StateWrites(self._writes[index], is_trial, self.strides),
+                    StateWrites(
+                        self._writes[index],
+                        is_trial,
+                        self.strides,
+                        is_light and isinstance(device, CudaDevice),
+                    ),
                     clocks.get(index),
                 )
         for index, instruction in self._order:
@@ -130,7 +144,11 @@ class EagerRunner:
 
 
 class _Copies:
-    """Copies made when they are sent; torch orders them among the two main streams."""
+    """Copies made when they are sent; torch orders them among the two main streams.
+
+    Attributes:
+        is_light: Whether GPUs keep descriptions of large tensors only.
+    """
 
     def __init__(
         self,
@@ -147,6 +165,7 @@ class _Copies:
         self._layouts = layouts
         self._clocks = clocks
         self._meters = meters
+        self.is_light = False
         self._arrived: dict[int, Any] = {}
 
     def send(self, transfer: int, value: Any) -> None:
@@ -166,7 +185,8 @@ class _Copies:
                 is_direct = self._routes[transfer] == "peer"
                 words_of(buffer).copy_(words, non_blocking=is_direct)
         self._layouts.setdefault(transfer, empty_like_layout(buffer, "meta"))
-        self._arrived[transfer] = buffer
+        is_light = self.is_light and isinstance(receiver, CudaDevice)
+        self._arrived[transfer] = lightened(buffer) if is_light else buffer
 
     def _buffer(self, dense: Any, receiver: AnyDevice) -> Any:
         meter = self._meters.get(receiver.index)

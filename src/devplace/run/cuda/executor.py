@@ -34,12 +34,12 @@ from devplace.run.cuda.failures import (
 from devplace.run.cuda.flagged import Mailroom
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
-from devplace.run.cuda.memory import DeviceMemory, device_memory, make_work_buffers, take_all_free
+from devplace.run.cuda.memory import DeviceMemory, device_memory, make_work_buffers
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.linear import linear_order
-from devplace.run.schedule import Schedule, is_cpu, stored_sources
+from devplace.run.schedule import Schedule, is_cpu, source_bytes, stored_sources
 from devplace.run.write_back import write_backs
 
 
@@ -105,7 +105,9 @@ class CudaExecutor:
             index: HostDevice(index, frozenset(schedule.graph.replaced)) for index in hosts
         }
         self._devices = {
-            index: CudaDevice(index, schedule.device_names[index])
+            index: CudaDevice(
+                index, schedule.device_names[index], source_bytes=source_bytes(schedule, index)
+            )
             for index in active
             if index not in self._hosts
         }
@@ -230,7 +232,7 @@ class CudaExecutor:
             self._runner.close()
             self._runner = None
         for place in self._all.values():
-            place.buffers.clear()
+            place.release()
         self._missing = set(self.schedule.holders)
         self._random = self._make_random()
         gc.collect()
@@ -351,7 +353,7 @@ class CudaExecutor:
         return self._make_eager()
 
     def _rehearse(self, eager: EagerRunner, number: int) -> tuple[EagerRunner, dict[int, int]]:
-        """Try a step; where it finds too little memory, once more out of all that is free."""
+        """Try a step; where it finds too little memory, once more without keeping large values."""
         for device in self._devices.values():
             make_work_buffers(device)
         torch.cuda.empty_cache()
@@ -368,10 +370,10 @@ class CudaExecutor:
                 gc.collect()
                 torch.cuda.empty_cache()
                 eager = self._make_eager()
-                for device in gpus:
-                    take_all_free(device)
-                arena_bytes = eager.rehearse(number)
-        self._reserved_peak.update(eager.reserved_peak_bytes)
+                eager.rehearse_lightly(number)
+                self._note_reserved()
+        for index, seen in eager.reserved_peak_bytes.items():
+            self._reserved_peak[index] = max(seen, self._reserved_peak.get(index, 0))
         torch.cuda.empty_cache()
         return eager, arena_bytes
 

@@ -37,6 +37,24 @@ def expandable_segments(device: str) -> Iterator[bool]:
         _set(turned_back(former))
 
 
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Within `expandable_segments`: memory asked for meanwhile comes in pieces of its own size."""
+    former = _settings()
+    if NAME not in former or not _set(turned_off(former)):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _set(former)
+
+
+def turned_off(former: str) -> str:
+    """Allocator settings as they were, without segments that grow; what comes last holds."""
+    return f"{former},{NAME}:False"
+
+
 def turned_on(former: str) -> str:
     """Allocator settings as they were, with segments that grow."""
     return f"{former},{NAME}:True" if former else f"{NAME}:True"

@@ -16,8 +16,9 @@ import torch
 from devplace.run.cuda.clock import Clock, timed_transfer
 from devplace.run.cuda.device import CudaDevice, Flags, empty_like_layout
 from devplace.run.cuda.host_push import fetch_from_host, send_to_host, wait_for_host
+from devplace.run.cuda.pieces import Pieces, num_span_bytes
 from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
-from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait, words_of
+from devplace.run.cuda.push import Push, same_layout, wait, words_of
 from devplace.run.cuda.routes import Route, neighbours
 from devplace.run.linear import lane_of
 from devplace.run.schedule import Schedule
@@ -71,10 +72,7 @@ class Mailroom:
             arriving = [t for kind, _, t in schedule.instructions[index] if kind == "receive"]
             with device.current():
                 self.flags[index] = Flags(arriving, device.torch_device)
-                for transfer in arriving:
-                    self.buffers[transfer] = empty_like_layout(
-                        layouts[transfer], device.torch_device
-                    )
+                self._make_buffers({t: layouts[t] for t in arriving}, device.torch_device)
             device.synchronize()
         self._rehearse(devices)
 
@@ -119,6 +117,15 @@ class Mailroom:
     def flag(self, transfer: int) -> Any:
         """Flag of a transfer, on its receiver."""
         return self.flags[self.schedule.transfers[transfer].dst].counter(transfer)
+
+    def _make_buffers(self, layouts: Mapping[int, Any], torch_device: Any) -> None:
+        """Receive buffers of one device: each has its own place, all step long."""
+        pieces = Pieces({transfer: num_span_bytes(like) for transfer, like in layouts.items()})
+        memory = torch.empty(pieces.num_bytes, dtype=torch.uint8, device=torch_device)
+        for transfer, like in layouts.items():
+            buffer = pieces.cut(memory, transfer, like)
+            is_empty = buffer is None
+            self.buffers[transfer] = empty_like_layout(like, torch_device) if is_empty else buffer
 
     def _make_board(
         self, devices: Mapping[int, CudaDevice], layouts: Mapping[int, Any]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from devplace.run.cuda.arena import Arena, choose_arena, copied_bytes, step_peaks
 from devplace.run.cuda.clock import Clock, Clocks
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
@@ -19,7 +20,12 @@ from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
 from devplace.run.cuda.host import HostCrew, LateError
 from devplace.run.cuda.late import first_cause
-from devplace.run.cuda.memory import max_allocated_bytes, pool_memory, reserve_arena
+from devplace.run.cuda.memory import (
+    allowed_bytes,
+    max_allocated_bytes,
+    pool_memory,
+    reserve_arena,
+)
 from devplace.run.cuda.random import RandomOps
 from devplace.run.linear import Place, freed_before, joined_before
 from devplace.run.workers import Workers
@@ -53,7 +59,7 @@ class GraphRunner:
         writes: How each device replaces its sources.
         strides: Of `StateWrites`.
         arena_bytes: Device -> memory its step will need at once; asked for in one piece, so that
-            little is lost between pieces.
+            little is lost between pieces. Where it is not known, what the tensors take is.
 
     Attributes:
         crew: The CPU devices beside them, if any do something; set before the first step.
@@ -226,12 +232,13 @@ class GraphRunner:
         # Two captures of a step never run at once, so they may share memory.
         pool = None if clock is None else self._plain.graphs[device.index].pool()
         torch.cuda.synchronize(device.torch_device)
+        arena = self._arena_of(device)
         with device.current(), random.capturing(graph):
             # Relaxed: a kernel met for the first time may still be loaded.
             graph.capture_begin(pool, capture_error_mode="relaxed")
             try:
                 if clock is None:
-                    reserve_arena(device, self._arena_bytes.get(device.index, 0))
+                    reserve_arena(device, arena)
                 self._record(device, random, step, clock)
             except BaseException:
                 _end_quietly(graph)
@@ -239,6 +246,13 @@ class GraphRunner:
             graph.capture_end()
         self.step_peak_bytes[device.index] = max_allocated_bytes(device)
         return graph
+
+    def _arena_of(self, device: CudaDevice) -> Arena:
+        index, schedule = device.index, self._mailroom.schedule
+        peaks = step_peaks(schedule, index, self._writes[index], self._joins, self._freed[index])
+        small = peaks.small + copied_bytes(schedule, index)
+        large = self._arena_bytes.get(index, peaks.large)
+        return choose_arena(large, small, allowed_bytes(device))
 
     def _record(
         self, device: CudaDevice, random: RandomOps, step: _Captured, clock: Clock | None

@@ -60,6 +60,10 @@ class HostDevice:
             self.join()  # or it would replace this value at its end
         self.buffers[op] = clone_tensor(value.detach().to("cpu"))
 
+    def release(self) -> None:
+        """Let go of all values."""
+        self.buffers.clear()
+
     def hand_over(self, value: Any) -> Any:
         """The value itself: CPU tensors are complete when they are there."""
         return value

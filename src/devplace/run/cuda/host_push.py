@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from devplace.run.cuda.device import FLAG_STRIDE, Flags
+from devplace.run.cuda.pieces import num_span_bytes
 from devplace.run.cuda.pinned import PinnedBoard
-from devplace.run.cuda.push import WAIT_WIDTH, copy_by_engine, num_span_bytes, words_of
+from devplace.run.cuda.push import WAIT_WIDTH, copy_by_engine, words_of
 
 # From this size on the copy engine carries a tensor, bytes. Below, one block of a kernel does, so
 # that it can also raise the flag.

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from devplace.run.cuda.arena import Arena
 from devplace.run.cuda.device import CudaDevice
+from devplace.run.cuda.expandable import fixed_segments
 
 # torch's allocator gives blocks up to 1 MiB out of pieces of 2 MiB, larger ones out of 20 MiB or
 # their own; one piece of memory for all is worth it from here on.
 LEAST_ARENA_BYTES = 20 * 2**20
-# What a step reserves beyond its tensors at their peak: pages that are partly used, ends of the
-# pieces that parameters and receive buffers come out of, flags, tensors that are being pushed.
-# Steps of GPT-2 and BERT on H100s reserved 30 to 70 MiB more than their tensors took.
-SPARE_BYTES = 64 * 2**20
+# What a step reserves beyond its tensors: flags and other small ones in pages of 2 MiB, up to 20
+# MiB for the last page that a segment grew by, ends of the pieces of parameters and of receive
+# buffers.
+SPARE_BYTES = 24 * 2**20
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,25 @@ class MemoryMeter:
         torch.cuda.reset_peak_memory_stats(self._device.torch_device)
 
 
-def reserve_arena(device: CudaDevice, num_bytes: int) -> None:
+def allowed_bytes(device: CudaDevice) -> int:
+    """What this process may still take of a GPU, under its limit and beside other processes."""
+    where = device.torch_device
+    free, total = torch.cuda.mem_get_info(where)
+    may = int(total * torch.cuda.get_per_process_memory_fraction(where))
+    return max(0, min(int(free), may - int(torch.cuda.memory_reserved(where))))
+
+
+def reserve_arena(device: CudaDevice, arena: Arena) -> None:
     """Get memory in one piece for the allocations that follow on the current stream and pool.
 
-    Without room for it they get their memory piece by piece.
+    Without room for it they get their memory piece by piece. A piece that grows by pages would be
+    rounded up to one, at the cost of small tensors, so the last of the memory comes in one piece.
     """
-    if num_bytes >= LEAST_ARENA_BYTES:
+    if arena.num_bytes >= LEAST_ARENA_BYTES:
         try:
-            arena = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-            del arena
+            with fixed_segments() if arena.is_fixed else nullcontext():
+                piece = torch.empty(arena.num_bytes, dtype=torch.uint8, device=device.torch_device)
+                del piece
         except torch.OutOfMemoryError:
             pass
     torch.cuda.reset_peak_memory_stats(device.torch_device)
@@ -185,16 +197,3 @@ def held_bytes(name: str) -> int:
             kind need no asking.
     """
     return work_buffer_bytes(name) + SPARE_BYTES
-
-
-def take_all_free(device: CudaDevice) -> None:
-    """Ask for all free memory in one piece and let it go, so that what follows is cut from it.
-
-    A sixteenth is left to what does not come out of that piece: tensors of up to 1 MiB.
-    """
-    where = device.torch_device
-    free, total = torch.cuda.mem_get_info(where)
-    may = round(total * torch.cuda.get_per_process_memory_fraction(where))
-    left = min(int(free), may - int(torch.cuda.memory_reserved(where)))
-    with device.current():
-        reserve_arena(device, left - left // 16)

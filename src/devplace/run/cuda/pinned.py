@@ -11,7 +11,8 @@ import torch
 
 from devplace.run.copies import pack_tensor
 from devplace.run.cuda.device import FLAG_STRIDE
-from devplace.run.cuda.push import num_span_bytes, same_layout, words_of
+from devplace.run.cuda.pieces import Pieces, num_span_bytes, shaped
+from devplace.run.cuda.push import same_layout, words_of
 
 # Buffers begin at multiples of this, bytes, so that kernels can load them in wide words.
 ALIGNMENT = 256
@@ -114,16 +115,15 @@ class PinnedBoard:
     @staticmethod
     def _make_buffers(layouts: Mapping[int, Any], allocate: Allocate) -> dict[int, Any]:
         sizes = {transfer: num_span_bytes(like) for transfer, like in layouts.items()}
-        small = {transfer: size for transfer, size in sizes.items() if size < OWN_BYTES}
-        rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in small.values()]
-        arena = allocate(max(ALIGNMENT, sum(rounded)))
-        buffers, at = {}, 0
-        for (transfer, size), room in zip(small.items(), rounded, strict=True):
-            buffers[transfer] = _shaped(arena[at : at + size], layouts[transfer])
-            at += room
-        for transfer, size in sizes.items():
-            if size >= OWN_BYTES:
-                buffers[transfer] = _shaped(allocate(size), layouts[transfer])
+        pieces = Pieces({t: size for t, size in sizes.items() if size < OWN_BYTES}, ALIGNMENT)
+        memory = allocate(max(ALIGNMENT, pieces.num_bytes))
+        buffers = {}
+        for transfer, like in layouts.items():
+            buffer = pieces.cut(memory, transfer, like)
+            if buffer is None:
+                size = sizes[transfer]
+                buffer = shaped(allocate(size) if size else memory[:0], like)
+            buffers[transfer] = buffer
         return buffers
 
 
@@ -139,9 +139,3 @@ def fill(buffer: Any, value: Any) -> None:
         if stride == 0:
             buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     buffer.copy_(value)
-
-
-def _shaped(memory: Any, like: Any) -> Any:
-    """Bytes seen as a tensor laid out like another one."""
-    words = memory.view(like.dtype)
-    return words.as_strided(like.shape, like.stride(), words.storage_offset())

@@ -11,6 +11,7 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.cuda.device import FLAG_STRIDE, Flags
+from devplace.run.cuda.pieces import num_span_bytes, num_span_elements
 from devplace.simulator.joins import COPY_ENGINE_BYTES
 
 # Blocks of a push kernel. The same step took 31.9 ms with 8, 29.6 with 16, 28.8 with 32, 28.4 with
@@ -122,19 +123,6 @@ def same_layout(value: Any, buffer: Any) -> bool:
     """Whether a tensor's elements lie as in the buffer, dimensions of size 1 aside."""
     pairs = zip(value.shape, value.stride(), buffer.stride(), strict=True)
     return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
-
-
-def num_span_elements(tensor: Any) -> int:
-    """Elements of storage from the first to the last one of a tensor, gaps counted."""
-    if tensor.numel() == 0:
-        return 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum(int(size - 1) * int(stride) for size, stride in pairs)
-
-
-def num_span_bytes(tensor: Any) -> int:
-    """Bytes of storage from the first to the last element of a tensor, gaps counted."""
-    return num_span_elements(tensor) * int(tensor.element_size())
 
 
 def words_of(tensor: Any) -> Any:
