@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from devplace import placers, workloads
-from devplace.cost.analytic import Analytic
+from devplace.cost.profiled import Profiled
 from devplace.errors import DeviceMemoryError
 from devplace.graph.capture import capture
 from devplace.machine import detect
@@ -59,7 +59,7 @@ def child(name: str, out: Path) -> None:
     for index, device in enumerate(machine.device_names):
         if device.startswith("cuda"):
             held[index] = per_gpu
-    costs = replace(Analytic()(graph, machine), held_bytes=held, has_gaps=True)
+    costs = replace(Profiled(skip=("cpu:0",))(graph, machine), held_bytes=held, has_gaps=True)
     data: dict[str, Any] = {
         "model": name,
         "ops": len(graph.ops),

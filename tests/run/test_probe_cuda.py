@@ -42,7 +42,7 @@ def test_a_probe_of_all_gpus_gives_a_machine(tmp_path: Path) -> None:
     assert report.faulty == ()
     for pair in report.pairs:
         for times in pair.hop_ns.values():
-            assert 500 < times[0] < 200_000
+            assert 500 < times[0] < 2_000_000  # alone some us; other processes may load the host
             assert times[-1] > times[0]
     for device in report.devices:
         assert 0 < device.launch_gap_ns < device.op_ns < 20_000

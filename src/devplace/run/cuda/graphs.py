@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from devplace.run.cuda.arena import Arena, choose_arena, copied_bytes, step_peaks
+from devplace.errors import ExecutionError
+from devplace.run.cuda.arena import Arena, choose_arenas, copied_bytes, step_peaks
 from devplace.run.cuda.clock import Clock, Clocks
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.expandable import expandable_segments
+from devplace.run.cuda.failures import forget_frames, is_out_of_memory
 from devplace.run.cuda.flagged import FlagCarrier, Mailroom
 from devplace.run.cuda.host import HostCrew, LateError
 from devplace.run.cuda.late import first_cause
@@ -221,19 +223,37 @@ class GraphRunner:
         torch.cuda.empty_cache()  # while a capture is on, nothing cached can be given back
         step = _Captured()
         for index, device in self._devices.items():
-            with expandable_segments(str(device.torch_device)):
-                step.graphs[index] = self._capture(device, step, clocks.get(index))
+            step.graphs[index] = self._capture_somehow(device, step, clocks.get(index))
         return step
 
-    def _capture(self, device: CudaDevice, step: _Captured, clock: Clock | None) -> Any:
+    def _capture_somehow(self, device: CudaDevice, step: _Captured, clock: Clock | None) -> Any:
+        """Capture with one arena after the other until one does."""
+        arenas = self._arenas_of(device)
+        for arena in arenas[:-1]:
+            try:
+                return self._capture(device, step, clock, arena)
+            except (RuntimeError, ExecutionError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                forget_frames(error)
+            gc.collect()
+            torch.cuda.empty_cache()
+        return self._capture(device, step, clock, arenas[-1])
+
+    def _capture(
+        self, device: CudaDevice, step: _Captured, clock: Clock | None, arena: Arena
+    ) -> Any:
         with device.current():  # it makes a context on the current device
             graph = torch.cuda.CUDAGraph()
         random = self._random[device.index]
         # Two captures of a step never run at once, so they may share memory.
         pool = None if clock is None else self._plain.graphs[device.index].pool()
         torch.cuda.synchronize(device.torch_device)
-        arena = self._arena_of(device)
-        with device.current(), random.capturing(graph):
+        with (
+            expandable_segments(str(device.torch_device)),
+            device.current(),
+            random.capturing(graph),
+        ):
             # Relaxed: a kernel met for the first time may still be loaded.
             graph.capture_begin(pool, capture_error_mode="relaxed")
             try:
@@ -247,12 +267,12 @@ class GraphRunner:
         self.step_peak_bytes[device.index] = max_allocated_bytes(device)
         return graph
 
-    def _arena_of(self, device: CudaDevice) -> Arena:
+    def _arenas_of(self, device: CudaDevice) -> list[Arena]:
         index, schedule = device.index, self._mailroom.schedule
         peaks = step_peaks(schedule, index, self._writes[index], self._joins, self._freed[index])
         small = peaks.small + copied_bytes(schedule, index)
-        large = self._arena_bytes.get(index, peaks.large)
-        return choose_arena(large, small, allowed_bytes(device))
+        large = max(self._arena_bytes.get(index, 0), peaks.large)
+        return choose_arenas(large, small, allowed_bytes(device))
 
     def _record(
         self, device: CudaDevice, random: RandomOps, step: _Captured, clock: Clock | None
