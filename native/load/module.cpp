@@ -2,6 +2,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "cut.hpp"
+#include "ideals.hpp"
 #include "search.hpp"
 
 namespace nb = nanobind;
@@ -68,10 +70,80 @@ nb::tuple run_search(nb::object items, In<i32> starts, double seconds, i64 max_e
                         out.evaluations);
 }
 
+// Best contiguous split over the blocks of the items, and whether all contiguous splits were tried.
+nb::tuple contiguous(nb::object items, i32 max_ideals, double seconds, i64 upper) {
+  const Hyper fine = read(items);
+  const std::vector<i32> block = copy<i32>(items, "block");
+  std::vector<i32> src = copy<i32>(items, "before_src"), dst = copy<i32>(items, "before_dst");
+  for (i32& v : src) v = block[v];
+  for (i32& v : dst) v = block[v];
+  i64 value = INT64_MAX;
+  bool complete = false;
+  std::vector<i32> device;
+  {
+    nb::gil_scoped_release release;
+    const auto start = std::chrono::steady_clock::now();
+    const auto deadline = start + std::chrono::microseconds(static_cast<i64>(seconds * 1e6));
+    const i32 count = block.empty() ? 0 : *std::max_element(block.begin(), block.end()) + 1;
+    const Hyper h = contract(fine, block, count);
+    LatticeBuilder builder(count, src, dst);
+    for (const i32 limit : {max_ideals, 0}) {
+      const Lattice lattice = builder.build(limit, 24);
+      ContiguousSplit programme(h, lattice);
+      const bool ended = programme.run(upper, deadline + (limit ? 0 : 1) * (deadline - start));
+      const std::vector<i32> split = programme.split(value);
+      complete = ended && lattice.complete;
+      device.assign(split.empty() ? 0 : block.size(), 0);
+      for (std::size_t v = 0; v < device.size(); ++v) device[v] = split[block[v]];
+      if (ended || !lattice.complete) break;
+    }
+  }
+  return nb::make_tuple(to_numpy(device), value, complete);
+}
+
+// Least load of an accelerator that holds one of the items, for the items asked for.
+i64 least_load(nb::object items, i32 item) {
+  const Hyper h = read(items);
+  if (item < 0 || item >= h.num_items) throw nb::value_error("item: index out of range");
+  nb::gil_scoped_release release;
+  return MinCut(h).least_load(item);
+}
+
+// Largest over all items of the least load of any device that holds the item; stops at `seconds`.
+i64 item_bound(nb::object items, double seconds) {
+  const Hyper h = read(items);
+  nb::gil_scoped_release release;
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::microseconds(static_cast<i64>(seconds * 1e6));
+  std::vector<std::pair<i64, i32>> most(h.num_items);
+  for (i32 v = 0; v < h.num_items; ++v) {
+    i64 alone = h.accelerator[v];
+    for (i32 y = h.item_ptr[v]; y < h.item_ptr[v + 1]; ++y) alone += h.cost[h.item_nets[y]];
+    if (!h.can_accelerate[v] || h.size[v] > h.memory || !h.accelerators) alone = INT64_MAX;
+    if (h.cpus) alone = std::min(alone, h.cpu[v]);
+    most[v] = {alone, v};
+  }
+  std::sort(most.rbegin(), most.rend());
+  MinCut cut(h);
+  i64 bound = 0;
+  for (const auto& [alone, v] : most) {
+    if (alone <= bound || std::chrono::steady_clock::now() > deadline) break;
+    const bool able = h.can_accelerate[v] && h.size[v] <= h.memory && h.accelerators;
+    i64 least = able ? cut.least_load(v) : alone;
+    if (h.cpus) least = std::min(least, h.cpu[v]);
+    if (least != INT64_MAX) bound = std::max(bound, least);
+  }
+  return bound;
+}
+
 }  // namespace
 
 NB_MODULE(_solvers, m) {
   m.doc() = "Solvers of the max-load problem.";
   m.def("search", &run_search, nb::arg("items"), nb::arg("starts"), nb::arg("seconds"),
         nb::arg("max_evaluations"), nb::arg("seed"), nb::arg("threads"), nb::arg("bound"));
+  m.def("contiguous", &contiguous, nb::arg("items"), nb::arg("max_ideals"), nb::arg("seconds"),
+        nb::arg("upper"));
+  m.def("least_load", &least_load, nb::arg("items"), nb::arg("item"));
+  m.def("item_bound", &item_bound, nb::arg("items"), nb::arg("seconds"));
 }
