@@ -137,10 +137,16 @@ def _nets(problem: LoadProblem, item: I32) -> tuple[I32, I32, I64]:
 
 
 def _precedences(problem: LoadProblem, item: I32) -> tuple[I32, I32]:
-    """Pairs of items in pipeline order: forward edges as they are, backward edges reversed."""
+    """Pairs of items in pipeline order.
+
+    Forward edges as they are. Backward nodes follow the forward nodes of their class; backward
+    edges count, reversed, only where a class has no forward node.
+    """
     src, dst, back = problem.edge_src, problem.edge_dst, problem.is_backward
+    has_forward = np.zeros(int(item.max()) + 1 if len(item) else 0, np.bool_)
+    has_forward[item[~back]] = True
     forward = ~back[src] & ~back[dst]
-    backward = back[src] & back[dst]
+    backward = back[src] & back[dst] & ~(has_forward[item[src]] & has_forward[item[dst]])
     first = np.concatenate([item[src[forward]], item[dst[backward]]])
     second = np.concatenate([item[dst[forward]], item[src[backward]]])
     pairs = np.unique(np.stack([first, second], axis=1).reshape(-1, 2), axis=0)
