@@ -52,7 +52,7 @@ class Searcher {
   }
 
   i64 run() {
-    for (i64 round = 0; !over(); ++round) {
+    for (i64 round = 0; !over(); ++round, ++limits_.evaluations) {
       const i32 stage = static_cast<i32>(std::min<i64>(round / 6, 9));
       if (random_.below(2) || round < 8) doublings_ = 3 + random_.below(7), cold_ = some_cold();
       else doublings_ = good_doublings_, cold_ = good_cold_;
