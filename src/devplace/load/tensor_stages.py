@@ -189,7 +189,9 @@ class _Table:
         self.problem, self.sets = problem, sets
         self.traded = False  # variants of some stage may not be the best that fit
         self.degrees = [
-            d for d in range(1, min(problem.num_devices, problem.batch) + 1) if problem.batch % d == 0
+            d
+            for d in range(1, min(problem.num_devices, problem.batch) + 1)
+            if problem.batch % d == 0
         ]
         self.stages = [
             (low, high, t)
@@ -198,7 +200,9 @@ class _Table:
             for t in self._tensor_degrees(low, high)
         ]
         self.parts = {key: self._parts(*key) for key in self.stages}
-        self._choices: dict[tuple[int, int, int, int, int], tuple[float, tuple[int, ...]] | None] = {}
+        self._choices: dict[
+            tuple[int, int, int, int, int], tuple[float, tuple[int, ...]] | None
+        ] = {}
         self.by_low: dict[int, list[tuple[int, int, int]]] = {}
         for key in self.stages:
             self.by_low.setdefault(key[0], []).append(key)
@@ -223,14 +227,18 @@ class _Table:
             parts.append(row)
         return parts
 
-    def choose(self, key: tuple[int, int, int], d: int, y: int) -> tuple[float, tuple[int, ...]] | None:
-        """Least time of a stage with `y` samples in flight, and its variants; None: does not fit."""
+    def choose(
+        self, key: tuple[int, int, int], d: int, y: int
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """Least time of a stage with `y` samples in flight, and its variants; None: too large."""
         full = (*key, d, y)
         if full not in self._choices:
             self._choices[full] = self._choose(key, d, y)
         return self._choices[full]
 
-    def _choose(self, key: tuple[int, int, int], d: int, y: int) -> tuple[float, tuple[int, ...]] | None:
+    def _choose(
+        self, key: tuple[int, int, int], d: int, y: int
+    ) -> tuple[float, tuple[int, ...]] | None:
         problem = self.problem
         rate = 4.0 * (d - 1) / d / problem.batch / problem.bandwidth
         times = [[part[0] / d + rate * part[1] for part in row] for row in self.parts[key]]

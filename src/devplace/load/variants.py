@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MAX_BRANCHES = 100  # choices tried before the best so far is taken
 
 Rows = list[list[float]]
@@ -100,7 +102,7 @@ class _Branches:
         return float("inf")
 
 
-Row = list[tuple[float, float, int]]
+Row = Sequence[tuple[float, float, int]]
 
 
 def _same(row: Row, other: Row) -> bool:
@@ -109,8 +111,10 @@ def _same(row: Row, other: Row) -> bool:
 
 def _undominated(times: list[float], held: list[float]) -> Row:
     """Variants from fastest to smallest; those both slower and larger than another are left out."""
-    row: Row = []
-    for time, size, j in sorted((t, h, j) for j, (t, h) in enumerate(zip(times, held, strict=True))):
+    row: list[tuple[float, float, int]] = []
+    for time, size, j in sorted(
+        (t, h, j) for j, (t, h) in enumerate(zip(times, held, strict=True))
+    ):
         if not row or size < row[-1][1]:
             row.append((time, size, j))
     return row
