@@ -182,6 +182,21 @@ def evaluate_stage(
     return total, held
 
 
+@dataclass(frozen=True, eq=False)
+class _Outline:
+    """What is known of a stage before its variants are chosen.
+
+    Attributes:
+        fastest: Time with the fastest variants, whatever their memory. `[degrees]`
+        fastest_samples: Most samples in flight with which these fit. `[degrees]`
+        most_samples: Most samples in flight with which the smallest variants fit.
+    """
+
+    fastest: Reals
+    fastest_samples: NDArray[np.int64]
+    most_samples: int
+
+
 class _Table:
     """Costs of all stages (pairs of down-sets), and the programme that joins them."""
 
@@ -203,9 +218,9 @@ class _Table:
         self._choices: dict[
             tuple[int, int, int, int, int], tuple[float, tuple[int, ...]] | None
         ] = {}
-        self.by_low: dict[int, list[tuple[int, int, int]]] = {}
+        self.by_low: dict[int, list[tuple[tuple[int, int, int], _Outline]]] = {}
         for key in self.stages:
-            self.by_low.setdefault(key[0], []).append(key)
+            self.by_low.setdefault(key[0], []).append((key, self._outline(key)))
 
     def _nodes(self, low: int, high: int) -> list[int]:
         return np.flatnonzero(self.sets.members[high] & ~self.sets.members[low]).tolist()
@@ -226,6 +241,25 @@ class _Table:
                 row.append((divided, v.parameter_bytes, v.bytes_per_sample, v.fixed_bytes))
             parts.append(row)
         return parts
+
+    def _outline(self, key: tuple[int, int, int]) -> _Outline:
+        problem, degree = self.problem, np.array(self.degrees, np.float64)
+        rate = 4.0 * (degree - 1) / degree / problem.batch / problem.bandwidth
+        in_flight = np.arange(1, problem.num_devices + 1, dtype=np.float64)
+        total, per_sample, fixed = (np.zeros(len(degree)) for _ in range(3))
+        least = np.zeros(problem.num_devices)
+        for row in self.parts[key]:
+            parts = np.array(row)
+            times = parts[:, :1] / degree + rate * parts[:, 1:2]
+            best = np.argmin(times, axis=0)
+            total += times[best, np.arange(len(degree))]
+            per_sample += parts[best, 2]
+            fixed += parts[best, 3]
+            least += np.min(parts[:, 2:3] * in_flight + parts[:, 3:4], axis=0)
+        free = problem.memory_bytes - fixed
+        fits = np.where(free >= 0, free / np.maximum(per_sample, 1e-300), -1.0)
+        samples = np.minimum(np.floor(fits * (1 - 1e-12)), problem.num_devices).astype(np.int64)
+        return _Outline(total, samples, int((least <= problem.memory_bytes).sum()))
 
     def choose(
         self, key: tuple[int, int, int], d: int, y: int
@@ -268,19 +302,18 @@ class _Table:
             for row in self.problem.variants
         )
 
-    def _fits(self, key: tuple[int, int, int], d: int, limit: float, most: int) -> int:
+    def _fits(self, key: tuple[int, int, int], outline: _Outline, at: int, limit: float) -> int:
         """Most samples in flight with which a stage keeps within `limit`; 0: none."""
-
-        def good(y: int) -> bool:
-            choice = self.choose(key, d, y)
-            return choice is not None and choice[0] <= limit
-
-        if not good(1):
-            return 0
-        low, high = 1, most
+        d = self.degrees[at]
+        most = -(-self.problem.num_devices // d)
+        low = min(most, int(outline.fastest_samples[at])) if outline.fastest[at] <= limit else 0
+        high = max(0, low, min(most, outline.most_samples))
+        low = max(0, low)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if good(middle) else (low, middle - 1)
+            choice = self.choose(key, d, middle)
+            good = choice is not None and choice[0] <= limit
+            low, high = (middle, high) if good else (low, middle - 1)
         return low
 
     def plan(self, limit: float) -> list[TensorStage] | None:
@@ -294,14 +327,14 @@ class _Table:
         came = np.zeros((count, k + 1, 3), np.int64)
         devices[count - 1, 0] = 0
         for low in range(count - 2, -1, -1):
-            for key in self.by_low.get(low, ()):
+            for key, outline in self.by_low.get(low, ()):
                 _, high, t = key
-                if devices[high].min() >= NEVER:
-                    continue
-                for d in self.degrees:
-                    if d * t > k:
+                fewest = int(devices[high].min())
+                for at in np.flatnonzero(outline.fastest <= limit * (1 + 1e-9)).tolist():
+                    d = self.degrees[at]
+                    if fewest + d * t > k:
                         break
-                    y = self._fits(key, d, limit, -(-k // d))
+                    y = self._fits(key, outline, at, limit)
                     if not y:
                         continue
                     upto = min(k, y * d)
