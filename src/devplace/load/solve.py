@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from devplace.load.starts import simple_starts
 NEVER = int(np.iinfo(np.int64).max)
 MAX_IDEALS = 60_000  # above it, orders instead of all ideals: seconds and 1 GB at 8 devices
 MAX_EXACT_CHOICES = 300_000  # booleans; above it building the model takes longer than it helps
+
+SMALL_CHOICES = 1000  # booleans; below it the search has ended long before its share of time
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,11 +164,21 @@ class _Run:
         self._start_contiguous(timed)
         for device in simple_starts(items):
             self._offer(device, "simple split")
-        for part, step in enumerate((self._search, self._prove, self._search, self._prove)):
-            if self._settled() or (part >= 2 and not timed):
+        for step, share in self._steps(timed):
+            if self._settled():
                 break
-            step((0.12, 0.2, 0.65, 1.0)[part] if self.exact else 1.0)
+            step(share)
         return self._answer()
+
+    def _steps(self, timed: bool) -> list[tuple[Callable[[float], None], float]]:
+        """What to do with which share of the time that is left."""
+        if not self.exact:
+            return [(self._search, 1.0)]
+        if not timed:
+            return [(self._search, 1.0), (self._prove, 0.2)]
+        if self._choices() <= SMALL_CHOICES:
+            return [(self._search, 0.1), (self._prove, 1.0)]
+        return [(self._search, 0.12), (self._prove, 0.2), (self._search, 0.65), (self._prove, 1.0)]
 
     def _left(self, timed: bool = True) -> float:
         return max(0.01, self.seconds - (time.monotonic() - self.started)) if timed else 1e6

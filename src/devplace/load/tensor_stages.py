@@ -140,20 +140,32 @@ def solve_tensor_stages(
         sure = sets.complete and not table.traded
         status = "infeasible" if sure or table.never_fits() else "unknown"
         return TensorStageSolution(None, None, table.bound(), status, time.monotonic() - began)
-    low = table.bound()
-    value = max(stage.seconds_per_sample for stage in best)
-    while value > low * (1 + precision):
-        middle = (low + value) / 2
-        better = table.plan(middle)
-        if better is None:
-            low = middle
-            continue
-        best = better
-        value = max(stage.seconds_per_sample for stage in best)
+    best, low, value = _narrow(table, best, precision)
     exact = sets.complete and not table.traded
     bound = min(value, low) if exact else table.bound()
     status = "optimal" if exact else "feasible"
     return TensorStageSolution(tuple(best), value, bound, status, time.monotonic() - began)
+
+
+def _narrow(
+    table: _Table, best: list[TensorStage], precision: float
+) -> tuple[list[TensorStage], float, float]:
+    """Stages, a value that cannot be reached, and the value reached, close together.
+
+    The limit grows from the bound until it can be kept: small limits are quick to refute.
+    """
+    low = table.bound()
+    value = max(stage.seconds_per_sample for stage in best)
+    step = low * 0.05
+    while value > low * (1 + precision):
+        limit = min((low + value) / 2, low + step)
+        better = table.plan(limit)
+        if better is None:
+            low, step = limit, step * 2
+            continue
+        best, step = better, np.inf
+        value = max(stage.seconds_per_sample for stage in best)
+    return best, low, value
 
 
 def evaluate_stage(
@@ -308,6 +320,8 @@ class _Table:
         most = -(-self.problem.num_devices // d)
         low = min(most, int(outline.fastest_samples[at])) if outline.fastest[at] <= limit else 0
         high = max(0, low, min(most, outline.most_samples))
+        if limit == np.inf:
+            return high
         low = max(0, low)
         while low < high:
             middle = (low + high + 1) // 2
