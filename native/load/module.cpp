@@ -1,0 +1,149 @@
+// Python face of the max-load solvers: devplace.load._solvers.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "cut.hpp"
+#include "ideals.hpp"
+#include "search.hpp"
+
+namespace nb = nanobind;
+using namespace devplace_load;
+
+template <class T>
+using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+
+namespace {
+
+template <class T>
+std::vector<T> copy(const nb::object& owner, const char* name) {
+  auto array = nb::cast<In<T>>(owner.attr(name));
+  return std::vector<T>(array.data(), array.data() + array.size());
+}
+
+nb::object to_numpy(const std::vector<i32>& v) {
+  i32* memory = new i32[std::max<std::size_t>(1, v.size())];
+  std::copy(v.begin(), v.end(), memory);
+  nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<i32*>(p); });
+  const std::size_t shape[1] = {v.size()};
+  return nb::cast(nb::ndarray<nb::numpy, i32>(memory, 1, shape, owner));
+}
+
+Hyper read(const nb::object& items) {
+  Hyper h;
+  h.accelerator = copy<i64>(items, "accelerator_ps");
+  h.cpu = copy<i64>(items, "cpu_ps");
+  h.size = copy<i64>(items, "size_bytes");
+  h.can_accelerate = copy<u8>(items, "can_accelerate");
+  h.net_ptr = copy<i32>(items, "net_ptr");
+  h.pins = copy<i32>(items, "pins");
+  h.cost = copy<i64>(items, "net_ps");
+  h.order = copy<i32>(items, "order");
+  h.num_items = static_cast<i32>(h.accelerator.size());
+  h.accelerators = nb::cast<i32>(items.attr("num_accelerators"));
+  h.cpus = nb::cast<i32>(items.attr("num_cpus"));
+  h.memory = nb::cast<i64>(items.attr("memory_bytes"));
+  h.index_nets();
+  return h;
+}
+
+nb::tuple run_search(nb::object items, In<i32> starts, double seconds, i64 max_evaluations,
+                     u64 seed, int threads, i64 bound) {
+  const Hyper h = read(items);
+  const std::size_t n = h.num_items;
+  std::vector<std::vector<i32>> given;
+  for (std::size_t i = 0; n && i + n <= starts.size(); i += n)
+    given.emplace_back(starts.data() + i, starts.data() + i + n);
+  for (const auto& start : given)
+    for (const i32 d : start)
+      if (d < 0 || d >= h.devices()) throw nb::value_error("starts: index out of range");
+  Outcome out;
+  bool interrupted = false;
+  {
+    nb::gil_scoped_release release;
+    out = search(h, given, seconds, max_evaluations, seed, std::max(1, threads), bound, [&] {
+      nb::gil_scoped_acquire acquire;
+      return interrupted = interrupted || PyErr_CheckSignals() != 0;
+    });
+  }
+  if (interrupted) throw nb::python_error();
+  return nb::make_tuple(to_numpy(out.best.device), out.best.mark.excess, out.best.mark.value,
+                        out.evaluations);
+}
+
+// Best contiguous split over the blocks of the items, and whether all contiguous splits were tried.
+nb::tuple contiguous(nb::object items, i32 max_ideals, double seconds, i64 upper) {
+  const Hyper fine = read(items);
+  const std::vector<i32> block = copy<i32>(items, "block");
+  std::vector<i32> src = copy<i32>(items, "before_src"), dst = copy<i32>(items, "before_dst");
+  for (i32& v : src) v = block[v];
+  for (i32& v : dst) v = block[v];
+  i64 value = INT64_MAX;
+  bool complete = false;
+  std::vector<i32> device;
+  {
+    nb::gil_scoped_release release;
+    const auto start = std::chrono::steady_clock::now();
+    const auto deadline = start + std::chrono::microseconds(static_cast<i64>(seconds * 1e6));
+    const i32 count = block.empty() ? 0 : *std::max_element(block.begin(), block.end()) + 1;
+    const Hyper h = contract(fine, block, count);
+    LatticeBuilder builder(count, src, dst);
+    for (const i32 limit : {max_ideals, 0}) {
+      const Lattice lattice = builder.build(limit, 24);
+      ContiguousSplit programme(h, lattice);
+      const bool ended = programme.run(upper, deadline + (limit ? 0 : 1) * (deadline - start));
+      const std::vector<i32> split = programme.split(value);
+      complete = ended && lattice.complete;
+      device.assign(split.empty() ? 0 : block.size(), 0);
+      for (std::size_t v = 0; v < device.size(); ++v) device[v] = split[block[v]];
+      if (ended || !lattice.complete) break;
+    }
+  }
+  return nb::make_tuple(to_numpy(device), value, complete);
+}
+
+// Least load of an accelerator that holds one of the items, for the items asked for.
+i64 least_load(nb::object items, i32 item) {
+  const Hyper h = read(items);
+  if (item < 0 || item >= h.num_items) throw nb::value_error("item: index out of range");
+  nb::gil_scoped_release release;
+  return MinCut(h).least_load(item);
+}
+
+// Largest over all items of the least load of any device that holds the item; stops at `seconds`.
+i64 item_bound(nb::object items, double seconds) {
+  const Hyper h = read(items);
+  nb::gil_scoped_release release;
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::microseconds(static_cast<i64>(seconds * 1e6));
+  std::vector<std::pair<i64, i32>> most(h.num_items);
+  for (i32 v = 0; v < h.num_items; ++v) {
+    i64 alone = h.accelerator[v];
+    for (i32 y = h.item_ptr[v]; y < h.item_ptr[v + 1]; ++y) alone += h.cost[h.item_nets[y]];
+    if (!h.can_accelerate[v] || h.size[v] > h.memory || !h.accelerators) alone = INT64_MAX;
+    if (h.cpus) alone = std::min(alone, h.cpu[v]);
+    most[v] = {alone, v};
+  }
+  std::sort(most.rbegin(), most.rend());
+  MinCut cut(h);
+  i64 bound = 0;
+  for (const auto& [alone, v] : most) {
+    if (alone <= bound || std::chrono::steady_clock::now() > deadline) break;
+    const bool able = h.can_accelerate[v] && h.size[v] <= h.memory && h.accelerators;
+    i64 least = able ? cut.least_load(v) : alone;
+    if (h.cpus) least = std::min(least, h.cpu[v]);
+    if (least != INT64_MAX) bound = std::max(bound, least);
+  }
+  return bound;
+}
+
+}  // namespace
+
+NB_MODULE(_solvers, m) {
+  m.doc() = "Solvers of the max-load problem.";
+  m.def("search", &run_search, nb::arg("items"), nb::arg("starts"), nb::arg("seconds"),
+        nb::arg("max_evaluations"), nb::arg("seed"), nb::arg("threads"), nb::arg("bound"));
+  m.def("contiguous", &contiguous, nb::arg("items"), nb::arg("max_ideals"), nb::arg("seconds"),
+        nb::arg("upper"));
+  m.def("least_load", &least_load, nb::arg("items"), nb::arg("item"));
+  m.def("item_bound", &item_bound, nb::arg("items"), nb::arg("seconds"));
+}
