@@ -52,8 +52,10 @@ class Searcher {
   }
 
   i64 run() {
-    for (i64 round = 0; !over(); ++round) {
-      const i32 stage = static_cast<i32>(std::min<i64>(round / 6, 7));
+    for (i64 round = 0; !over(); ++round, ++limits_.evaluations) {
+      const i32 stage = static_cast<i32>(std::min<i64>(round / 6, 9));
+      if (random_.below(2) || round < 8) doublings_ = 3 + random_.below(7), cold_ = some_cold();
+      else doublings_ = good_doublings_, cold_ = good_cold_;
       effort_ = 4.0 * std::exp2(random_.unit() * (2 + stage));
       const std::size_t known = pool_.size();
       const double draw = random_.unit();
@@ -80,10 +82,10 @@ class Searcher {
   }
   Recipe recipe(i32 items, double heat) {
     Recipe r;
-    r.doublings = 2 + random_.below(3);
+    r.doublings = doublings_;
     const double steepness = std::exp2(r.doublings);
     r.hot = heat * steepness * 0.05 * std::exp2(2 * random_.unit() - 1);
-    r.cold = steepness * 0.0005;
+    r.cold = steepness * cold_;
     if (r.hot < r.cold) r.hot = r.cold;
     r.memory_weight = memory_weight_;
     r.steps = static_cast<i64>(effort_ * items * std::max(2, std::min(h_.devices(), 16)));
@@ -155,8 +157,10 @@ class Searcher {
     State state(h_, device);
     const Mark mark{state.excess(), state.value()};
     memory_weight_ = std::min(1e5, std::max(20.0, memory_weight_ * (mark.excess ? 2.0 : 0.7)));
+    if (pool_.size() && mark < pool_.at(0).mark) good_doublings_ = doublings_, good_cold_ = cold_;
     pool_.add(device, mark);
   }
+  double some_cold() { return 0.00005 * std::exp2(3.3 * random_.unit()); }
 
   const Hyper& h_;
   Pool& pool_;
@@ -164,6 +168,8 @@ class Searcher {
   Limits limits_;
   i64 share_ = 1;
   double effort_ = 4.0, memory_weight_ = 20.0;
+  i32 doublings_ = 5, good_doublings_ = 5;  // of the round, and of the last round that found more
+  double cold_ = 0.0002, good_cold_ = 0.0002;
 };
 
 struct Outcome {

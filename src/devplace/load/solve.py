@@ -1,0 +1,258 @@
+"""Solve a max-load problem: bounds, contiguous split, search, and CP-SAT where it is installed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from devplace.errors import InputError
+from devplace.load import reference
+from devplace.load.bounds import item_bound, why_infeasible, work_bound
+from devplace.load.exact import bin_packing, cp_model, solve_exactly
+from devplace.load.items import Items, make_items
+from devplace.load.native import solvers_module
+from devplace.load.problem import I32, LoadProblem, broken_rule, check_devices, loads
+from devplace.load.starts import simple_starts
+
+NEVER = int(np.iinfo(np.int64).max)
+MAX_IDEALS = 60_000  # above it, orders instead of all ideals: seconds and 1 GB at 8 devices
+MAX_EXACT_CHOICES = 300_000  # booleans; above it building the model takes longer than it helps
+
+
+@dataclass(frozen=True, eq=False)
+class LoadSolution:
+    """Answer to a load problem.
+
+    Attributes:
+        device: Device of each node; None where no placement was found. `[N]`
+        value_ps: Largest load; None where no placement was found.
+        bound_ps: No placement has a smaller largest load.
+        status: `optimal` (value equals bound), `feasible`, `infeasible` (proved) or `unknown`.
+        seconds: Time taken.
+        seed: Seed of the search.
+        how: What gave the placement, or why there is none.
+    """
+
+    device: I32 | None
+    value_ps: int | None
+    bound_ps: int
+    status: str
+    seconds: float
+    seed: int
+    how: str
+
+    @property
+    def gap(self) -> float | None:
+        """`value / bound - 1`; None where there is no value or no positive bound."""
+        if self.value_ps is None:
+            return None
+        if self.value_ps == self.bound_ps:
+            return 0.0
+        return self.value_ps / self.bound_ps - 1 if self.bound_ps > 0 else None
+
+
+def solve(
+    problem: LoadProblem,
+    seconds: float = 60.0,
+    seed: int = 0,
+    threads: int = 2,
+    hint: I32 | None = None,
+    max_evaluations: int | None = None,
+    exact: bool = True,
+) -> LoadSolution:
+    """Smallest largest load found in the time given, with the best bound at hand.
+
+    Args:
+        hint: A placement to start from; it may break the memory limit. `[N]`
+        max_evaluations: Moves that each thread of the search may try. With one thread and
+            `exact=False` the answer then depends on the seed only, not on the clock.
+        exact: Let CP-SAT try too, where OR-Tools is installed.
+
+    Raises:
+        ProblemError: The hint does not fit the problem.
+        InputError: `seconds` is not positive.
+    """
+    if not seconds > 0:
+        raise InputError(f"seconds must be positive, got {seconds}. Give for example 60.")
+    given = None if hint is None else check_devices(problem, hint)
+    return _Run(problem, seconds, seed, max(1, threads), max_evaluations, exact).run(given)
+
+
+def solve_contiguous(problem: LoadProblem, seconds: float = 60.0) -> LoadSolution:
+    """Best split in which each device holds a contiguous part of the forward pass.
+
+    Contiguous means convex: no path leaves a device and comes back. All contiguous splits are
+    tried where the precedence order has at most 60,000 ideals; `status` is then `optimal`, which
+    here means best of its kind, and `bound_ps` its value. Otherwise, and without the native module,
+    only runs of topological orders are tried and `status` is `feasible`.
+
+    Source: Tarnawski et al. (2020), arXiv 2006.16423, section 5.1.
+    """
+    start = time.monotonic()
+    items = make_items(problem)
+    device, value, complete = _contiguous(items, seconds, MAX_IDEALS)
+    bound = max(work_bound(items), item_bound(items, None, 0.0)) if items.num_items else 0
+    took = time.monotonic() - start
+    reason = why_infeasible(items)
+    if device is None:
+        status = "infeasible" if complete or reason else "unknown"
+        return LoadSolution(None, None, bound, status, took, 0, reason or "no contiguous split")
+    if complete:
+        bound = value
+    how = "contiguous split" + ("" if complete else " along topological orders")
+    status = "optimal" if complete else "feasible"
+    return LoadSolution(items.spread(device), value, bound, status, took, 0, how)
+
+
+def _contiguous(items: Items, seconds: float, max_ideals: int) -> tuple[I32 | None, int, bool]:
+    """Placement of items, its value, and whether all contiguous splits were tried."""
+    native = solvers_module()
+    if items.num_items == 0:
+        return np.zeros(0, np.int32), 0, True
+    if native is None:
+        device, value = reference.contiguous(items)
+        complete = False
+    else:
+        device, value, complete = native.contiguous(items, max_ideals, seconds, NEVER)
+    return (device if len(device) else None), int(value), bool(complete)
+
+
+class _Run:
+    """One solve: the best placement of items so far and the bound, passed on from step to step."""
+
+    def __init__(
+        self,
+        problem: LoadProblem,
+        seconds: float,
+        seed: int,
+        threads: int,
+        max_evaluations: int | None,
+        exact: bool,
+    ) -> None:
+        self.started = time.monotonic()
+        self.problem, self.items = problem, make_items(problem)
+        self.seconds, self.seed, self.threads = seconds, seed, threads
+        self.max_evaluations = max_evaluations
+        self.exact = exact and _has_exact() and self._choices() <= MAX_EXACT_CHOICES
+        self.native = solvers_module()
+        self.device: I32 | None = None
+        self.value, self.bound, self.how = NEVER, 0, "no placement within memory was found"
+        self.broken: list[I32] = []  # placements above a memory limit, for the search to repair
+        self.proved_infeasible = False
+
+    def run(self, hint: I32 | None) -> LoadSolution:
+        items = self.items
+        reason = why_infeasible(items)
+        if reason:
+            self.proved_infeasible, self.how = True, reason
+            return self._answer()
+        if items.num_items == 0:
+            self._offer(np.zeros(0, np.int32), "nothing to place")
+            return self._answer()
+        timed = self.max_evaluations is None
+        self.bound = max(work_bound(items), item_bound(items, self.native, 0.05 * self._left(timed)))
+        if hint is not None:
+            self._offer(items.gather(hint), "hint")
+        self._start_contiguous(timed)
+        for device in simple_starts(items):
+            self._offer(device, "simple split")
+        for part, step in enumerate((self._search, self._prove, self._search, self._prove)):
+            if self._settled() or (part >= 2 and not timed):
+                break
+            step((0.12, 0.2, 0.65, 1.0)[part] if self.exact else 1.0)
+        return self._answer()
+
+    def _left(self, timed: bool = True) -> float:
+        return max(0.01, self.seconds - (time.monotonic() - self.started)) if timed else 1e6
+
+    def _choices(self) -> int:
+        return (self.items.num_items + len(self.items.net_ps)) * self.items.num_devices
+
+    def _settled(self) -> bool:
+        return self.proved_infeasible or (self.device is not None and self.value <= self.bound)
+
+    def _offer(self, device: I32, how: str) -> None:
+        """Take a placement of items if it is valid and better; keep it as a start otherwise."""
+        spread = self.items.spread(device)
+        if broken_rule(self.problem, spread):
+            self.broken.append(device)
+            return
+        value = int(loads(self.problem, spread).max())
+        if value < self.value:
+            self.device, self.value, self.how = device, value, how
+
+    def _start_contiguous(self, timed: bool) -> None:
+        limit = MAX_IDEALS if timed else 2000
+        device, _, _ = _contiguous(self.items, 0.05 * self._left(timed), limit)
+        if device is not None:
+            self._offer(device, "contiguous split")
+
+    def _search(self, share: float) -> None:
+        able = self._able()
+        starts = [d for d in [self.device, *simple_starts(self.items), *self.broken] if d is not None]
+        starts = [d for d in starts if able(d)]
+        timed = self.max_evaluations is None
+        seconds = share * self._left(timed)
+        most = 2**62 if self.max_evaluations is None else self.max_evaluations
+        if self.native is None:
+            device, over, _, _ = reference.search(
+                self.items, starts, seconds, most, self.seed, self.bound
+            )
+        else:
+            device, over, _, _ = self.native.search(
+                self.items,
+                np.concatenate(starts).astype(np.int32) if starts else np.zeros(0, np.int32),
+                seconds,
+                most,
+                self.seed,
+                self.threads,
+                self.bound,
+            )
+        if over == 0:
+            self._offer(device, "search")
+
+    def _able(self) -> Any:
+        """Whether a placement of items respects `can_accelerate`."""
+        unable, k = self.items.can_accelerate == 0, self.items.num_accelerators
+        return lambda device: not (device[unable] < k).any()
+
+    def _prove(self, share: float) -> None:
+        if not self.exact:
+            return
+        seconds = share * self._left()
+        if self.device is None:
+            packed = bin_packing(self.items, seconds, self.threads, self.seed)
+            if packed.status == "infeasible":
+                self.proved_infeasible = True
+                self.how = "the sizes cannot be packed into the accelerators (CP-SAT)"
+            if packed.device is not None:
+                self._offer(packed.device, "CP-SAT packing")
+            return
+        answer = solve_exactly(
+            self.items, seconds, self.device, self.bound, self.threads, self.seed
+        )
+        self.bound = max(self.bound, answer.bound_ps)
+        if answer.device is not None:
+            self._offer(answer.device, "CP-SAT")
+
+    def _answer(self) -> LoadSolution:
+        took = time.monotonic() - self.started
+        if self.device is None:
+            status = "infeasible" if self.proved_infeasible else "unknown"
+            return LoadSolution(None, None, self.bound, status, took, self.seed, self.how)
+        status = "optimal" if self.value <= self.bound else "feasible"
+        spread = self.items.spread(self.device)
+        return LoadSolution(
+            spread, self.value, self.bound, status, took, self.seed, self.how
+        )
+
+
+def _has_exact() -> bool:
+    try:
+        cp_model()
+    except InputError:
+        return False
+    return True
