@@ -10,12 +10,12 @@ from typing import Any
 
 from devplace.bench.answer import Answer, Solution, verify
 from devplace.bench.best_known import BestKnown, improved, load_best_known
-from devplace.bench.solvers import DEFAULT, Effort, solver
+from devplace.bench.solvers import DEFAULT, Effort, solver, solvers_of
 from devplace.errors import VerificationError
 from devplace.instances import Instance, fingerprint
 from devplace.instances.records import LoadInstance
 
-TOLERANCE = 1e-9
+TOLERANCE = 1e-8
 """Part by which a solver's value may differ from the verifier's: it counts in whole numbers."""
 
 
@@ -94,13 +94,23 @@ def bench(
     Raises:
         VerificationError: A solver's solution breaks a rule, or is not worth what it says, or
             beats its own bound.
-        InputError: The solver does not exist for an instance.
+        InputError: The solver exists for none of the instances.
     """
     known = load_best_known()
-    for instance in instances:
+    given = list(instances)
+    able = [placer in solvers_of(instance) for instance in given]
+    if given and not any(able):
+        solver(given[0], placer)  # tells which there are
+    for instance, is_able in zip(given, able, strict=True):
         if begin is not None:
             begin(instance)
-        yield solve(instance, effort, placer, known.get(fingerprint(instance)))
+        best = known.get(fingerprint(instance))
+        if is_able:
+            yield solve(instance, effort, placer, best)
+        else:
+            why = f"placer {placer} does not solve it"
+            value = None if best is None else best.value
+            yield Row(instance, None, value, None, "unknown", 0.0, placer, effort.seed, why)
 
 
 def solve(

@@ -21,8 +21,6 @@ from devplace.placers import Budget
 from devplace.units import parse_size
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from devplace.instances import Instance
 
 
@@ -44,9 +42,7 @@ class BenchOutcome:
 
     def print(self) -> None:
         """For people."""
-        from rich.console import Console
-
-        Console().print(table(self.rows))
+        click.echo(table(self.rows))
         for row in self.rows:
             if row.value is None and row.why:
                 click.echo(f"{row.instance.about.name}: {row.status}: {row.why}")
@@ -91,34 +87,41 @@ def run(
     return outcome
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Rows as a table."""
-    from rich.table import Table
+COLUMNS = ("instance", "objective", "value", "unit", "best known", "to it", "bound", "gap", "status")
+_LEFT = ("instance", "objective", "unit", "status")
 
-    columns = ("instance", "value", "unit", "best known", "to it", "bound", "gap", "status", "s")
-    shown = Table(*columns, box=None, pad_edge=False)
-    for column in shown.columns:
-        if column.header not in ("instance", "unit", "status"):
-            column.justify = "right"
-    for row in rows:
-        name = row.instance.about.name
-        if row.instance.objective not in name:
-            name += f" ({row.instance.objective})"
-        to_best = None
-        if row.value is not None and row.best_known:
-            to_best = row.value / row.best_known - 1
-        shown.add_row(
-            name,
-            _number(row.value),
-            row.instance.unit,
-            _number(row.best_known),
-            _percent(to_best, signed=True),
-            _number(row.bound),
-            _percent(row.gap),
-            row.status,
-            f"{row.seconds:.1f}",
-        )
-    return shown
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text."""
+    columns = (*COLUMNS, "seconds")
+    cells = [columns, *(_cells(row) for row in rows)]
+    widths = [max(len(line[k]) for line in cells) for k in range(len(columns))]
+    lines = []
+    for line in cells:
+        parts = [
+            text.ljust(width) if name in _LEFT else text.rjust(width)
+            for name, text, width in zip(columns, line, widths, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    to_best = None
+    if row.value is not None and row.best_known:
+        to_best = row.value / row.best_known - 1
+    return (
+        row.instance.about.name,
+        row.instance.objective,
+        _number(row.value),
+        row.instance.unit,
+        _number(row.best_known),
+        _percent(to_best, signed=True),
+        _number(row.bound),
+        _percent(row.gap),
+        row.status,
+        f"{row.seconds:.1f}",
+    )
 
 
 def _number(value: float | None) -> str:

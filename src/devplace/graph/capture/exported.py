@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from devplace.graph.capture.analysis import (
 )
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _ROLES: dict[Any, Role] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -46,7 +49,12 @@ def _load(path: str) -> Any:
     if not Path(path).is_file():
         raise InputError(f"There is no file {path!r}. Check the path.")
     try:
-        return torch.export.load(path).run_decompositions({})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of its own older forms
+            program = torch.export.load(path)
+            table = torch.export.default_decompositions()
+            table.pop(_ATTENTION, None)  # one kernel on every device
+            return program.run_decompositions(table)
     except Exception as error:  # zip, JSON, schema and version errors have no common base
         text = " ".join(str(error).split())[:160]
         raise InputError(
@@ -131,6 +139,10 @@ class _Builder:
         )
 
     def _flops(self, node: Any) -> int:
+        if node.target is _ATTENTION:
+            query, key, value = (n.meta["val"].shape for n in node.args[:3])
+            sizes = [self._size(size, node.name) for size in (*query[:-1], key[-2])]
+            return 2 * math.prod(sizes) * int(query[-1] + value[-1])
         try:
             return count_flops(node)
         except (TypeError, ValueError, IndexError, RuntimeError):
