@@ -89,4 +89,6 @@ def verify(instance: Instance, solution: Solution) -> Verdict:
         return verify_variants(instance, solution.stages)
     if isinstance(instance, DataflowInstance) and isinstance(solution, Schedule):
         return verify_makespan(instance, solution.device, solution.order)
-    raise AssertionError(f"a {type(solution).__name__} is no solution of a {type(instance).__name__}")
+    raise AssertionError(
+        f"a {type(solution).__name__} is no solution of a {type(instance).__name__}"
+    )

@@ -53,7 +53,9 @@ def load_best_known(path: Path = FILE) -> dict[str, BestKnown]:
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[BestKnown])
     except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror}. Install devplace again.") from error
+        raise InputError(
+            f"Cannot read {path}: {error.strerror}. Install devplace again."
+        ) from error
     except msgspec.MsgspecError as error:
         raise InputError(f"{path} is damaged: {error}. Restore it.") from error
     return {row.fingerprint: row for row in rows}

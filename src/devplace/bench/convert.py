@@ -91,9 +91,7 @@ def dataflow_problem(instance: DataflowInstance) -> tuple[Problem, Fraction]:
     )
     tensors = tuple(Tensor(str(op), (size[k],), "uint8", size[k]) for k, op in enumerate(order))
     made = {k for row in inputs for k in row}
-    results = tuple(
-        StepResult(ops[k].name, k, "output") for k in range(len(ops)) if k not in made
-    )
+    results = tuple(StepResult(ops[k].name, k, "output") for k in range(len(ops)) if k not in made)
     graph = OpGraph(instance.about.name, ops, tensors, results)
     compute = [round(Fraction(instance.compute[op]) / unit) for op in order]
     costs = np.tile(np.array(compute, np.int64)[:, None], (1, instance.num_devices))

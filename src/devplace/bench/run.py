@@ -124,7 +124,15 @@ def solve(
     best = None if known is None else known.value
     if answer.solution is None:
         return Row(
-            instance, None, best, answer.bound, answer.status, seconds, placer, effort.seed, answer.why
+            instance,
+            None,
+            best,
+            answer.bound,
+            answer.status,
+            seconds,
+            placer,
+            effort.seed,
+            answer.why,
         )
     value = _checked(instance, answer, placer)
     bound = None if answer.bound is None else min(answer.bound, value)

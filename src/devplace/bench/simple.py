@@ -119,7 +119,9 @@ def _classes(instance: LoadInstance) -> list[list[int]]:
     order."""
     count = len(instance.nodes)
     first: dict[int, int] = {}
-    of = [v if n.color is None else first.setdefault(n.color, v) for v, n in enumerate(instance.nodes)]
+    of = [
+        v if n.color is None else first.setdefault(n.color, v) for v, n in enumerate(instance.nodes)
+    ]
     after: list[set[int]] = [set() for _ in range(count)]
     for a, b in instance.edges:
         if of[a] != of[b]:

@@ -19,6 +19,12 @@ from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
 
 DEFAULT = "search"
+_STATUS: dict[str, Status] = {
+    "optimal": "optimal",
+    "feasible": "feasible",
+    "infeasible": "infeasible",
+    "unknown": "unknown",
+}
 
 
 @dataclass(frozen=True)
@@ -78,19 +84,19 @@ def solvers_of(instance: Instance) -> dict[str, Solver]:
 def _largest_load(instance: LoadInstance, effort: Effort) -> Answer:
     """devplace's own search, with bounds and CP-SAT where it is installed."""
     found = solve(load_problem(instance), effort.seconds, effort.seed, effort.threads)
-    return _split(found, found.status, found.bound_ps / PS_PER_MS)
+    return _split(found, _STATUS[found.status], found.bound_ps / PS_PER_MS)
 
 
 def _contiguous(instance: LoadInstance, effort: Effort) -> Answer:
     """Best contiguous split (the dynamic programme of Tarnawski et al.); `optimal` there is no
     proof for splits of other kinds."""
     found = solve_contiguous(load_problem(instance), effort.seconds)
-    is_lost = found.device is None and found.status != "infeasible"
-    return _split(found, "unknown" if is_lost or found.device is None else "feasible", None)
+    status: Status = "unknown" if found.device is None else "feasible"
+    return _split(found, status, None)
 
 
 def _split(found: LoadSolution, status: Status, bound: float | None) -> Answer:
-    if found.device is None:
+    if found.device is None or found.value_ps is None:
         return Answer(None, status, bound if status == "unknown" else None, why=found.how)
     device = tuple(int(d) for d in found.device)
     return Answer(Split(device), status, bound, found.value_ps / PS_PER_MS)

@@ -87,7 +87,17 @@ def run(
     return outcome
 
 
-COLUMNS = ("instance", "objective", "value", "unit", "best known", "to it", "bound", "gap", "status")
+COLUMNS = (
+    "instance",
+    "objective",
+    "value",
+    "unit",
+    "best known",
+    "to it",
+    "bound",
+    "gap",
+    "status",
+)
 _LEFT = ("instance", "objective", "unit", "status")
 
 

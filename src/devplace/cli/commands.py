@@ -136,7 +136,8 @@ def probe(output: Path | None, as_json: bool) -> None:
     "--confirm", is_flag=True, help="Run the best few plans here and take the fastest measured."
 )
 def plan(**values: Any) -> None:
-    """Plan one training step of MODEL (a workload, or file.py:function)."""
+    """Plan one training step of MODEL (a workload, or file.py:function), or the inference step in
+    an .onnx or .pt2 file."""
     from devplace.cli import planning
 
     outcome = planning.plan(
@@ -175,7 +176,9 @@ def compare(**values: Any) -> None:
 @click.option("--devices", type=click.IntRange(min=0), help="Accelerators, in place of the file's.")
 @click.option("--cpus", type=click.IntRange(min=0), help="CPUs, in place of the file's.")
 @click.option("--memory", metavar="SIZE", help="Of each accelerator, as 8GiB.")
-@click.option("--edge-cost-scale", type=float, help="Factor on what crossing between devices costs.")
+@click.option(
+    "--edge-cost-scale", type=float, help="Factor on what crossing between devices costs."
+)
 @click.option("--bandwidth", type=float, help="Bytes/s between devices (PipeDream, Piper).")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the solutions here.")
 @click.option("--record", "records", is_flag=True, help="Keep better values as best known.")

@@ -157,7 +157,9 @@ class _Builder:
         outputs = tuple(self._tensor(output, *self._kind(output, name)) for output in made)
         read = sum(self.tensors[t].num_bytes for t in inputs)
         written = sum(self.tensors[t].num_bytes for t in outputs)
-        if node.op_type in _PICKS_ROWS:
+        if node.op_type in ("Shape", "Size"):
+            read = 0
+        elif node.op_type in _PICKS_ROWS:
             read = written + sum(self.tensors[t].num_bytes for t in inputs[1:])
         self.ops.append(
             Op(
@@ -213,7 +215,11 @@ class _Builder:
         found = self.kinds.get(name)
         dims = [] if found is None else list(found.shape.dim)
         has_shape = found is not None and found.HasField("shape")
-        if found is None or not has_shape or any(dim.WhichOneof("value") != "dim_value" for dim in dims):
+        if (
+            found is None
+            or not has_shape
+            or any(dim.WhichOneof("value") != "dim_value" for dim in dims)
+        ):
             raise InputError(
                 f"{self.path}: the size of {name!r}, made by {maker!r}, cannot be inferred. "
                 f"Export the model with fixed sizes, or fold its constants."

@@ -1,8 +1,8 @@
 """Dataflow graphs of DOPPLER (2026): a text file of numbers.
 
-Line 1 is the number of nodes with the graph's inputs, line 2 the ops that read those inputs, lines 3
-and 4 the producers and the consumers of the edges, then one line `compute,transfer[,kind]` per op.
-The inputs themselves have no line: they are there from the start, on every device.
+Line 1 is the number of nodes with the graph's inputs, line 2 the ops that read those inputs, lines
+3 and 4 the producers and the consumers of the edges, then one line `compute,transfer[,kind]` per
+op. The inputs themselves have no line: they are there from the start, on every device.
 
 Source: Yao et al. (2026), "DOPPLER: Dual-Policy Learning for Device Assignment in Asynchronous
 Dataflow Graphs", ICLR 2026, arXiv 2505.23131.

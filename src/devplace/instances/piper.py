@@ -1,4 +1,4 @@
-"""Layer graphs of Piper (2021): JSON, with variants of every layer per degree of tensor parallelism.
+"""Layer graphs of Piper (2021): JSON, with variants of a layer per degree of tensor parallelism.
 
 Source: Tarnawski, Narayanan, Phanishayee (2021), "Piper: Multidimensional Planner for DNN
 Parallelization", NeurIPS 2021.
@@ -78,9 +78,7 @@ def parse(text: str, about: About) -> VariantInstance:
     )
 
 
-def _edges(
-    path: str, edges: list[_Edge], index: dict[int, int]
-) -> dict[tuple[int, int], float]:
+def _edges(path: str, edges: list[_Edge], index: dict[int, int]) -> dict[tuple[int, int], float]:
     sizes: dict[tuple[int, int], float] = {}
     for k, edge in enumerate(edges):
         for key in ("sourceId", "destId"):

@@ -1,9 +1,9 @@
 """Op and layer graphs of Tarnawski et al. 2020 (JSON), and splits of such graphs.
 
 Both of its objectives have the same files, told apart by their folders only (`throughput-inputs`,
-`latency-inputs`); elsewhere they count as throughput unless the caller says otherwise. Traps: in the
-published throughput layer graphs, edge costs are in seconds beside latencies in milliseconds; they
-are kept as they are, `edge_cost_scale` 1000 makes them physical. Sizes on edges are not costs.
+`latency-inputs`); elsewhere they count as throughput unless the caller says otherwise. Traps: in
+the published throughput layer graphs, edge costs are in seconds beside latencies in milliseconds;
+they are kept as they are, `edge_cost_scale` 1000 makes them physical. Sizes on edges are not costs.
 
 Source: Tarnawski et al. (2020), "Efficient Algorithms for Device Placement of DNN Graph Operators",
 arXiv 2006.16423.
@@ -95,7 +95,9 @@ def parse_split(text: str, path: str, instance: LoadInstance) -> tuple[int, ...]
     for kind, number, share, where in shares:
         for node in share.nodes:
             if node not in index:
-                fail(path, f"{kind}[{number}].nodes", f"node {node} is not in {instance.about.name}")
+                fail(
+                    path, f"{kind}[{number}].nodes", f"node {node} is not in {instance.about.name}"
+                )
             if index[node] in device:
                 fail(path, f"{kind}[{number}].nodes", f"node {node} is listed twice")
             device[index[node]] = where
@@ -111,7 +113,9 @@ def _index(path: str, nodes: list[_Node]) -> dict[int, int]:
     index: dict[int, int] = {}
     for k, node in enumerate(nodes):
         if node.id in index:
-            fail(path, f"nodes[{k}].id", f"{node.id} occurs twice, first at nodes[{index[node.id]}]")
+            fail(
+                path, f"nodes[{k}].id", f"{node.id} occurs twice, first at nodes[{index[node.id]}]"
+            )
         index[node.id] = k
     return index
 

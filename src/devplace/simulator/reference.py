@@ -16,10 +16,11 @@ A transfer waits for its link and the link's channels. It occupies the link for 
 the channels for bytes / bandwidth, which may be less, and arrives a latency after its end; links
 and channels serve in the order of requests. On a link with a copy engine, transfers below the
 engine's size have a lane of their own: they wait for each other, but not for channels. On a
-parallel link transfers wait for nothing and occupy nothing. The receive buffer is taken when a transfer is requested and freed when its last reader there has ended,
-except on devices that keep them: there all of a step's receive buffers are held from its start to
-its end. The sender keeps the tensor until it has arrived. The transfer's overhead on a compute
-stream is paid by the next op that starts there.
+parallel link transfers wait for nothing and occupy nothing. The receive buffer is taken when a
+transfer is requested and freed when its last reader there has ended, except on devices that keep
+them: there all of a step's receive buffers are held from its start to its end. The sender keeps the
+tensor until it has arrived. The transfer's overhead on a compute stream is paid by the next op that
+starts there.
 """
 
 from __future__ import annotations

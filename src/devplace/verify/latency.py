@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from devplace.instances.records import LoadInstance
 from devplace.verify.throughput import broken_rules, memory_of, misplaced
 from devplace.verify.verdict import Verdict, exact
 
 
-def verify_latency(
-    instance: LoadInstance, device: Sequence[int], block: Sequence[int]
-) -> Verdict:
+def verify_latency(instance: LoadInstance, device: Sequence[int], block: Sequence[int]) -> Verdict:
     """When the last node of one sample ends.
 
     The nodes of an accelerator are cut into blocks. A block begins when all its inputs are there
@@ -97,7 +96,7 @@ def _overlaps(
             rows.setdefault(d, []).append(name)
     for d, row in rows.items():
         row.sort(key=lambda name: (start[name], finish[name]))
-        for first, second in zip(row, row[1:], strict=False):
+        for first, second in pairwise(row):
             if start[second] < finish[first]:
                 found.append(f"blocks {first[1]} and {second[1]} of accelerator {d} overlap")
     return found

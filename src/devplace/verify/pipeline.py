@@ -109,9 +109,7 @@ def verify_variants(instance: VariantInstance, stages: Sequence[Stage]) -> Verdi
     return Verdict(float(max(times)), tuple(broken), tuple(memory))
 
 
-def _variant_time(
-    instance: VariantInstance, stage: Stage, variants: Sequence[Variant]
-) -> Fraction:
+def _variant_time(instance: VariantInstance, stage: Stage, variants: Sequence[Variant]) -> Fraction:
     inside, d = set(stage.nodes), stage.replicas
     moved = Fraction(0)
     for v, variant in zip(stage.nodes, variants, strict=True):
@@ -134,7 +132,8 @@ def _chosen(instance: VariantInstance, stage: Stage, broken: list[str]) -> list[
         return []
     for v, wanted in zip(stage.nodes, stage.variants, strict=True):
         known = {
-            variant.id: variant for variant in dict(instance.nodes[v].variants).get(stage.degree, ())
+            variant.id: variant
+            for variant in dict(instance.nodes[v].variants).get(stage.degree, ())
         }
         if wanted not in known:
             name = instance.nodes[v].name

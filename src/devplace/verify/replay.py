@@ -109,7 +109,7 @@ class _Clock:
                     self.priority[op] = len(row) - place
                 continue
             self.before |= dict(zip(row[1:], row, strict=False))
-        self.waits = {
+        self.waits: dict[int, set[object]] = {
             v: {*self.facts.reads[v], *([("after", self.before[v])] if v in self.before else [])}
             for v in self.facts.work
         }
@@ -201,7 +201,7 @@ class _Clock:
             self._has(self.behind[v], ("after", v))
 
     def _has(self, reader: int, what: object) -> None:
-        self.waits[reader].discard(what)  # type: ignore[arg-type]
+        self.waits[reader].discard(what)
         if not self.waits[reader]:
             self._make_ready(reader)
 
@@ -263,9 +263,7 @@ class _Links:
         return begin, begin + took + link.latency_ns
 
 
-def longest_ways(
-    problem: Problem, found: Facts, device: Sequence[int], links: _Links
-) -> list[int]:
+def longest_ways(problem: Problem, found: Facts, device: Sequence[int], links: _Links) -> list[int]:
     """Time from each op's start to the end of the step if nothing ever waited."""
     way = [0] * len(problem.graph.ops)
     for v in reversed(found.work):

@@ -91,9 +91,7 @@ def _overlaps(problem: Problem, device: Sequence[int], seen: Replay) -> list[str
     """More ops at once than a device has streams."""
     broken = []
     for d, place in enumerate(problem.machine.devices):
-        spans = [
-            (seen.start_ns[v], seen.finish_ns[v], v) for v in seen.sequence if device[v] == d
-        ]
+        spans = [(seen.start_ns[v], seen.finish_ns[v], v) for v in seen.sequence if device[v] == d]
         for begin, end, v in spans:
             at_once = sum(a <= begin < b for a, b, _ in spans if b > a)
             if end > begin and at_once > place.streams:
@@ -102,9 +100,7 @@ def _overlaps(problem: Problem, device: Sequence[int], seen: Replay) -> list[str
     return broken
 
 
-def _too_early(
-    problem: Problem, device: Sequence[int], found: Facts, seen: Replay
-) -> list[str]:
+def _too_early(problem: Problem, device: Sequence[int], found: Facts, seen: Replay) -> list[str]:
     """Ops that begin before an input is there."""
     broken = []
     arrival = {(s.tensor, s.dst): s.arrival_ns for s in seen.sent}
@@ -116,7 +112,9 @@ def _too_early(
                 there = arrival[tensor, device[v]]
             if seen.start_ns[v] < there:
                 name = problem.graph.ops[v].name
-                broken.append(f"{name!r} begins before {problem.graph.tensors[tensor].name!r} is there")
+                broken.append(
+                    f"{name!r} begins before {problem.graph.tensors[tensor].name!r} is there"
+                )
     return broken
 
 
@@ -162,7 +160,9 @@ def _held(
         rows.append((device[v], extra, first, last))
         for tensor in found.owned[v]:
             begin = last if tensor in seen.in_place else first
-            rows.append((device[v], size[tensor], begin, _until(device, found, seen, tensor, rounds)))
+            rows.append(
+                (device[v], size[tensor], begin, _until(device, found, seen, tensor, rounds))
+            )
     for sent in seen.sent:
         if problem.machine.devices[sent.dst].kind == "gpu":
             rows.append((sent.dst, size[sent.tensor], 0, rounds))
@@ -173,9 +173,7 @@ def _held(
     return rows
 
 
-def _until(
-    device: Sequence[int], found: Facts, seen: Replay, owned: int, rounds: int
-) -> int:
+def _until(device: Sequence[int], found: Facts, seen: Replay, owned: int, rounds: int) -> int:
     """First look that no longer sees the memory of a tensor: readers and transfers are done."""
     if owned in found.kept:
         return rounds
@@ -190,9 +188,7 @@ def _until(
     return last
 
 
-def _overfull(
-    problem: Problem, peaks: Sequence[int], pool_peaks: Sequence[int]
-) -> list[str]:
+def _overfull(problem: Problem, peaks: Sequence[int], pool_peaks: Sequence[int]) -> list[str]:
     machine = problem.machine
     limits = {place.name: place.usable_bytes for place in machine.devices}
     for name, value in problem.limits.items():

@@ -43,7 +43,9 @@ def verify_throughput(instance: LoadInstance, device: Sequence[int]) -> Verdict:
 def memory_of(instance: LoadInstance, device: Sequence[int]) -> tuple[float, ...]:
     """Bytes on each accelerator."""
     return tuple(
-        float(sum(exact(node.size_bytes) for v, node in enumerate(instance.nodes) if device[v] == d))
+        float(
+            sum(exact(node.size_bytes) for v, node in enumerate(instance.nodes) if device[v] == d)
+        )
         for d in range(instance.num_accelerators)
     )
 
