@@ -31,7 +31,7 @@ def parse(text: str, about: About) -> PipelineInstance:
     layers: dict[str, Layer] = {}
     pairs: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        parts = [part.strip() for part in re.split(r"\s--\s", line.strip())]
+        parts = [part.strip() for part in re.split(r"\s+--\s*|\s*--\s+", line.strip())]
         if parts == [""]:
             continue
         if len(parts) == 2 and "=" not in parts[1]:

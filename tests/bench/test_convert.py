@@ -1,0 +1,73 @@
+"""Instances become problems of whole numbers without losing anything."""
+
+import numpy as np
+import pytest
+
+from devplace.bench.convert import dataflow_problem, load_problem
+from devplace.errors import InputError
+from devplace.instances import load_instance, suites
+from devplace.load import loads
+from devplace.problem import Placement
+from devplace.simulator import simulate
+from devplace.verify import verify_makespan, verify_throughput
+from tests.instances import files
+
+
+@pytest.mark.parametrize("path", suites.find("tarnawski"), ids=lambda path: path.stem)
+def test_loads_equal_the_verifier(path):
+    """The largest load of random splits is the verifier's, to the rounding of picoseconds."""
+    instance = load_instance(path)
+    problem = load_problem(instance)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        device = rng.integers(0, problem.num_devices, problem.num_nodes).astype(np.int32)
+        value = loads(problem, device).max() / 10**9
+        verdict = verify_throughput(instance, device.tolist())
+        assert value == pytest.approx(verdict.value, abs=problem.num_nodes * 1e-9)
+
+
+@pytest.mark.parametrize("path", suites.find("doppler"), ids=lambda path: path.stem)
+def test_steps_equal_the_verifier(path):
+    """The simulated step of random placements is the makespan by the verifier, exactly."""
+    instance = load_instance(path)
+    problem, unit = dataflow_problem(instance)
+    rng = np.random.default_rng(0)
+    names = [int(op.name) for op in problem.graph.ops]
+    for _ in range(5):
+        devices = rng.integers(0, 4, len(names)).astype(np.int32)
+        timeline = simulate(problem, Placement(devices))
+        order = [[names[v] for v in row] for row in timeline.order]
+        device = [0] * len(names)
+        for v, name in enumerate(names):
+            device[name] = int(devices[v])
+        verdict = verify_makespan(instance, device, order)
+        assert verdict.is_valid
+        assert timeline.makespan_ns * unit == verdict.value
+
+
+def test_fractions_are_kept(tmp_path):
+    """Numbers with decimals are scaled up until they are whole."""
+    text = files.DOPPLER.replace("10,40", "10.125,40.5")
+    problem, unit = dataflow_problem(load_instance(files.write(tmp_path, "d.txt", text)))
+    assert unit == pytest.approx(1e-3)
+    assert sorted(problem.costs.compute_ns[:, 0].tolist()) == [10_125, 20_000, 30_000]
+
+
+def test_huge_numbers_are_scaled_down(tmp_path):
+    """What would not fit 64 bits becomes coarser, not wrong."""
+    text = files.DOPPLER.replace("10,40", "1e25,4e25")
+    problem, unit = dataflow_problem(load_instance(files.write(tmp_path, "d.txt", text)))
+    assert unit > 1
+    longest = int(problem.costs.compute_ns.max())
+    assert longest * float(unit) == pytest.approx(1e25, rel=1e-6)
+
+
+def test_memory_is_never_rounded_in_favour(tmp_path):
+    """Sizes go up, the limit down."""
+    node = {"id": 0, "cpuLatency": 1.0, "fpgaLatency": 1.0, "size": 10.2}
+    text = files.tarnawski(nodes=[node], edges=[], maxSizePerFPGA=10.9)
+    problem = load_problem(load_instance(files.write(tmp_path, "t.json", text)))
+    assert (problem.size_bytes.tolist(), problem.memory_bytes) == ([11], 10)
+    text = files.tarnawski(nodes=[{**node, "fpgaLatency": 1e12}], edges=[])
+    with pytest.raises(InputError, match="10\\^9 ms"):
+        load_problem(load_instance(files.write(tmp_path, "t.json", text)))
