@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "block.hpp"
 #include "cut.hpp"
 #include "ideals.hpp"
 #include "search.hpp"
@@ -136,6 +137,81 @@ i64 item_bound(nb::object items, double seconds) {
   return bound;
 }
 
+BlockGraph read_blocks(const nb::object& graph) {
+  BlockGraph g;
+  g.accelerator = copy<i64>(graph, "accelerator_ps");
+  g.cpu = copy<i64>(graph, "cpu_ps");
+  g.size = copy<i64>(graph, "size_bytes");
+  g.cost = copy<i64>(graph, "producer_ps");
+  g.can_accelerate = copy<u8>(graph, "can_accelerate");
+  g.item = copy<i32>(graph, "item");
+  g.order = copy<i32>(graph, "order");
+  g.in_ptr = copy<i32>(graph, "in_ptr");
+  g.in = copy<i32>(graph, "sources");
+  g.out_ptr = copy<i32>(graph, "out_ptr");
+  g.out = copy<i32>(graph, "targets");
+  g.accelerators = nb::cast<i32>(graph.attr("num_accelerators"));
+  g.devices = nb::cast<i32>(graph.attr("num_devices"));
+  g.memory = nb::cast<i64>(graph.attr("memory_bytes"));
+  g.num_nodes = static_cast<i32>(g.item.size());
+  g.num_items = g.item.empty() ? 0 : *std::max_element(g.item.begin(), g.item.end()) + 1;
+  g.item_ptr.assign(g.num_items + 1, 0);
+  for (const i32 i : g.item) ++g.item_ptr[i + 1];
+  std::partial_sum(g.item_ptr.begin(), g.item_ptr.end(), g.item_ptr.begin());
+  std::vector<i32> next(g.item_ptr.begin(), g.item_ptr.end() - 1);
+  g.members.resize(g.item.size());
+  for (const i32 v : g.order) g.members[next[g.item[v]]++] = v;
+  return g;
+}
+
+i64 block_latency(nb::object graph, In<i32> device) {
+  const BlockGraph g = read_blocks(graph);
+  if (static_cast<i32>(device.size()) != g.num_nodes) throw nb::value_error("device: wrong size");
+  return BlockEvaluator(g).run(std::vector<i32>(device.data(), device.data() + device.size()));
+}
+
+nb::tuple search_blocks(nb::object graph, In<i32> starts, double seconds, i64 max_evaluations,
+                        u64 seed, int threads, i64 bound) {
+  const BlockGraph g = read_blocks(graph);
+  const std::size_t n = g.num_items;
+  std::vector<std::vector<i32>> given;
+  for (std::size_t i = 0; n && i + n <= starts.size(); i += n)
+    given.emplace_back(starts.data() + i, starts.data() + i + n);
+  if (given.empty()) throw nb::value_error("starts: at least one is needed");
+  for (const auto& start : given)
+    for (const i32 d : start)
+      if (d < 0 || d >= g.devices) throw nb::value_error("starts: index out of range");
+  threads = std::max(1, threads);
+  std::atomic<bool> stop{false};
+  Limits limits;
+  limits.deadline = std::chrono::steady_clock::now() +
+                    std::chrono::microseconds(static_cast<i64>(std::min(seconds, 1e9) * 1e6));
+  limits.max_evaluations = max_evaluations;
+  limits.bound = bound;
+  limits.stop = &stop;
+  std::vector<Found> found(threads);
+  std::vector<i64> evaluations(threads, 0);
+  bool interrupted = false;
+  {
+    nb::gil_scoped_release release;
+    const auto poll = [&] {
+      nb::gil_scoped_acquire acquire;
+      return interrupted = interrupted || PyErr_CheckSignals() != 0;
+    };
+    run_threads(threads, stop, poll, [&](int t) {
+      BlockSearcher searcher(g, seed * 1000003u + static_cast<u64>(t), limits);
+      searcher.run(given);
+      found[t] = {searcher.best(), searcher.mark()};
+      evaluations[t] = searcher.evaluations();
+    });
+  }
+  if (interrupted) throw nb::python_error();
+  const Found& best = *std::min_element(
+      found.begin(), found.end(), [](const Found& a, const Found& b) { return a.mark < b.mark; });
+  return nb::make_tuple(to_numpy(best.device), best.mark.excess, best.mark.value,
+                        std::accumulate(evaluations.begin(), evaluations.end(), i64{0}));
+}
+
 }  // namespace
 
 NB_MODULE(_solvers, m) {
@@ -146,4 +222,7 @@ NB_MODULE(_solvers, m) {
         nb::arg("upper"));
   m.def("least_load", &least_load, nb::arg("items"), nb::arg("item"));
   m.def("item_bound", &item_bound, nb::arg("items"), nb::arg("seconds"));
+  m.def("block_latency", &block_latency, nb::arg("graph"), nb::arg("device"));
+  m.def("search_blocks", &search_blocks, nb::arg("graph"), nb::arg("starts"), nb::arg("seconds"),
+        nb::arg("max_evaluations"), nb::arg("seed"), nb::arg("threads"), nb::arg("bound"));
 }

@@ -2,11 +2,10 @@
 // afresh, from good placements, and from what two good placements have in common.
 #pragma once
 
-#include <condition_variable>
 #include <mutex>
-#include <thread>
 
 #include "anneal.hpp"
+#include "threads.hpp"
 
 namespace devplace_load {
 
@@ -180,7 +179,7 @@ struct Outcome {
 // Runs `threads` searchers on one pool that holds the starts. With one thread and no deadline the
 // outcome depends on the seed and the number of evaluations only.
 //
-// `poll` is called every 50 ms on the calling thread; true ends the search.
+// `poll`: see run_threads.
 template <class Poll>
 Outcome search(const Hyper& h, const std::vector<std::vector<i32>>& starts, double seconds,
                i64 max_evaluations, u64 seed, int threads, i64 bound, Poll poll) {
@@ -197,25 +196,9 @@ Outcome search(const Hyper& h, const std::vector<std::vector<i32>>& starts, doub
   limits.bound = bound;
   limits.stop = &stop;
   std::vector<i64> evaluations(threads, 0);
-  std::mutex mutex;
-  std::condition_variable ended;
-  int running = threads;
-  auto work = [&](int t) {
+  run_threads(threads, stop, poll, [&](int t) {
     evaluations[t] = Searcher(h, pool, seed * 1000003u + static_cast<u64>(t), limits).run();
-    std::lock_guard<std::mutex> lock(mutex);
-    --running;
-    ended.notify_one();
-  };
-  std::vector<std::thread> workers;
-  for (int t = 0; t < threads; ++t) workers.emplace_back(work, t);
-  for (std::unique_lock<std::mutex> lock(mutex); running > 0;) {
-    ended.wait_for(lock, std::chrono::milliseconds(50));
-    if (running == 0) break;
-    lock.unlock();
-    if (poll()) stop = true;
-    lock.lock();
-  }
-  for (auto& thread : workers) thread.join();
+  });
   Outcome out;
   if (pool.size()) out.best = pool.at(0);
   out.evaluations = std::accumulate(evaluations.begin(), evaluations.end(), i64{0});

@@ -68,6 +68,44 @@ def work_bound(items: Items) -> int:
     return ceil(max(Fraction(on_accelerators, k), Fraction(on_cpus, cpus)))
 
 
+def count_bound(items: Items) -> int:
+    """Least `T` that counting does not refute, ps.
+
+    Of the `j` heaviest items, CPUs can take only so many within `T`; some accelerator gets its
+    share of the others, rounded up, and so at least the sum of that many of the lightest of the `j`.
+
+    Source: the counting argument of Dell'Amico and Martello (1995) for parallel machines, with the
+    CPUs added.
+    """
+    k, cpus = items.num_accelerators, items.num_cpus
+    if k == 0 or items.num_items == 0:
+        return 0
+    able = (items.can_accelerate > 0) & (items.size_bytes <= items.memory_bytes)
+    times = items.accelerator_ps[able]
+    heaviest = np.argsort(-times, kind="stable")
+    times = times[heaviest]
+    shortest = np.minimum.accumulate(items.cpu_ps[able][heaviest]) if len(times) else times
+    before = np.concatenate([[0], np.cumsum(times)])
+    count = np.arange(1, len(times) + 1)
+
+    def refuted(limit: int) -> bool:
+        taken = np.minimum(cpus * (limit // np.maximum(1, shortest)), count)
+        taken = np.where(shortest > 0, taken, count) if cpus else np.zeros_like(count)
+        most = -(-(count - taken) // k)
+        return bool((before[count] - before[count - most] > limit).any())
+
+    low, high = 0, int(times.sum())  # the least that holds is in low..high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if refuted(middle) else (low, middle)
+    return low
+
+
+def quick_bound(items: Items) -> int:
+    """The better of the work and counting bounds, ps."""
+    return max(work_bound(items), count_bound(items)) if items.num_items else 0
+
+
 def item_bound(items: Items, native: Any, seconds: float) -> int:
     """Largest over items of the least load of any device that can hold the item, ps.
 

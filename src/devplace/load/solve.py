@@ -10,7 +10,7 @@ import numpy as np
 
 from devplace.errors import InputError
 from devplace.load import reference
-from devplace.load.bounds import item_bound, why_infeasible, work_bound
+from devplace.load.bounds import item_bound, quick_bound, why_infeasible
 from devplace.load.exact import bin_packing, cp_model, solve_exactly
 from devplace.load.items import Items, make_items
 from devplace.load.native import solvers_module
@@ -94,7 +94,7 @@ def solve_contiguous(problem: LoadProblem, seconds: float = 60.0) -> LoadSolutio
     start = time.monotonic()
     items = make_items(problem)
     device, value, complete = _contiguous(items, seconds, MAX_IDEALS)
-    bound = max(work_bound(items), item_bound(items, None, 0.0)) if items.num_items else 0
+    bound = max(quick_bound(items), item_bound(items, None, 0.0))
     took = time.monotonic() - start
     reason = why_infeasible(items)
     if device is None:
@@ -136,7 +136,7 @@ class _Run:
         self.problem, self.items = problem, make_items(problem)
         self.seconds, self.seed, self.threads = seconds, seed, threads
         self.max_evaluations = max_evaluations
-        self.exact = exact and _has_exact() and self._choices() <= MAX_EXACT_CHOICES
+        self.exact = exact and has_exact() and self._choices() <= MAX_EXACT_CHOICES
         self.native = solvers_module()
         self.device: I32 | None = None
         self.value, self.bound, self.how = NEVER, 0, "no placement within memory was found"
@@ -153,7 +153,9 @@ class _Run:
             self._offer(np.zeros(0, np.int32), "nothing to place")
             return self._answer()
         timed = self.max_evaluations is None
-        self.bound = max(work_bound(items), item_bound(items, self.native, 0.05 * self._left(timed)))
+        self.bound = max(
+            quick_bound(items), item_bound(items, self.native, 0.05 * self._left(timed))
+        )
         if hint is not None:
             self._offer(items.gather(hint), "hint")
         self._start_contiguous(timed)
@@ -250,7 +252,8 @@ class _Run:
         )
 
 
-def _has_exact() -> bool:
+def has_exact() -> bool:
+    """Whether OR-Tools is installed."""
     try:
         cp_model()
     except InputError:

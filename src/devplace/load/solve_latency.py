@@ -1,0 +1,243 @@
+"""Solve a block-latency problem: simple starts, a local search, and a lower bound."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import numpy as np
+
+from devplace.errors import InputError
+from devplace.load.bounds import why_infeasible
+from devplace.load.exact import bin_packing
+from devplace.load.items import Items, make_items
+from devplace.load.latency import (
+    BlockGraph,
+    BlockProblem,
+    block_latency,
+    make_block_graph,
+    topological_order,
+)
+from devplace.load.native import solvers_module
+from devplace.load.problem import I32, LoadProblem, broken_rule, check_devices, producer_ps
+from devplace.load.solve import NEVER, LoadSolution, has_exact, solve_contiguous
+from devplace.load.starts import simple_starts
+
+
+def solve_latency(
+    problem: BlockProblem,
+    seconds: float = 60.0,
+    seed: int = 0,
+    threads: int = 2,
+    hint: I32 | None = None,
+    max_evaluations: int | None = None,
+) -> LoadSolution:
+    """Smallest block latency found in the time given.
+
+    The arguments are those of `devplace.load.solve`.
+
+    Raises:
+        ProblemError: The hint does not fit the problem.
+        InputError: `seconds` is not positive.
+    """
+    if not seconds > 0:
+        raise InputError(f"seconds must be positive, got {seconds}. Give for example 60.")
+    given = [] if hint is None else [check_devices(problem, hint)]
+    began = time.monotonic()
+    items = make_items(problem)
+    bound = latency_bound(problem, 0.1 * seconds)
+
+    def answer(device: I32 | None, value: int | None, status: str, how: str) -> LoadSolution:
+        took = time.monotonic() - began
+        return LoadSolution(device, value, bound, status, took, seed, how)
+
+    reason = why_infeasible(items)
+    if reason:
+        return answer(None, None, "infeasible", reason)
+    if problem.num_nodes == 0:
+        return answer(np.zeros(0, np.int32), 0, "optimal", "nothing to place")
+    starts = [items.gather(device) for device in given]
+    starts += latency_starts(problem, items, 0.05 * seconds if max_evaluations is None else 1e6)
+    timed = max_evaluations is None
+    left = max(0.01, seconds - (time.monotonic() - began)) if timed else 1e9
+    most = 2**62 if max_evaluations is None else max_evaluations
+    device, over, value = _search(problem, items, starts, left, most, seed, threads, bound)
+    if device is None or over:
+        return _nothing_found(items, seconds, seed, threads, answer)
+    spread = np.minimum(items.spread(device), problem.num_devices - 1).astype(np.int32)
+    assert not broken_rule(problem, spread)
+    return answer(spread, value, "optimal" if value <= bound else "feasible", "search")
+
+
+def _nothing_found(
+    items: Items, seconds: float, seed: int, threads: int, answer: object
+) -> LoadSolution:
+    how, status = "no placement within memory was found", "unknown"
+    if has_exact() and bin_packing(items, seconds, threads, seed).status == "infeasible":
+        how, status = "the sizes cannot be packed into the accelerators (CP-SAT)", "infeasible"
+    assert callable(answer)
+    solution = answer(None, None, status, how)
+    assert isinstance(solution, LoadSolution)
+    return solution
+
+
+def latency_bound(problem: BlockProblem, seconds: float) -> int:
+    """No placement has a smaller latency, ps.
+
+    The larger of the longest path with the smaller time of each node, and, over all nodes, the
+    smaller of a path through it on a CPU and of the least block that can hold it (a minimum cut).
+    """
+    if problem.num_nodes == 0:
+        return 0
+    alone = LoadProblem(
+        **{
+            **{name: getattr(problem, name) for name in LoadProblem.__dataclass_fields__},
+            "color": np.full(problem.num_nodes, -1, np.int32),
+        }
+    )
+    items = make_items(alone)
+    able = problem.can_accelerate & (problem.size_bytes <= problem.memory_bytes)
+    able = able & (problem.num_accelerators > 0)
+    cpu = problem.cpu_ps if problem.num_cpus else np.full(problem.num_nodes, NEVER, np.int64)
+    least = np.where(able, np.minimum(problem.accelerator_ps, cpu), problem.cpu_ps)
+    through = _through(problem, least) - least
+    bound = int((through + least).max())
+    native = solvers_module()
+    if native is None:
+        return bound
+    deadline = time.monotonic() + seconds
+    heavy = np.where(able, problem.accelerator_ps + _touching(problem), 0)
+    for v in np.argsort(-heavy, kind="stable").tolist():
+        if heavy[v] <= bound or time.monotonic() > deadline:
+            break
+        block = int(native.least_load(items, v))
+        on_cpu = int(through[v] + cpu[v]) if problem.num_cpus else NEVER
+        bound = max(bound, min(block, on_cpu))
+    return bound
+
+
+def _touching(problem: LoadProblem) -> I32:
+    """Cost of the nets at each node: its own output and those that feed it. `[N]`"""
+    cost = producer_ps(problem)
+    total = np.zeros(problem.num_nodes, np.int64)
+    pairs = {(int(a), int(b)) for a, b in zip(problem.edge_src, problem.edge_dst, strict=True)}
+    for a, b in pairs:
+        total[b] += cost[a]
+    total += cost
+    return total  # type: ignore[return-value]
+
+
+def _through(problem: LoadProblem, time_ps: object) -> np.ndarray:  # type: ignore[type-arg]
+    """Longest path through each node, the node included. `[N]`"""
+    length = np.asarray(time_ps, np.int64)
+    before, after = np.zeros_like(length), np.zeros_like(length)
+    feeds: list[list[int]] = [[] for _ in range(problem.num_nodes)]
+    for a, b in zip(problem.edge_src.tolist(), problem.edge_dst.tolist(), strict=True):
+        feeds[b].append(a)
+    order = topological_order(problem).tolist()
+    for v in order:
+        before[v] = max((before[u] + length[u] for u in feeds[v]), default=0)
+    for v in reversed(order):
+        for u in feeds[v]:
+            after[u] = max(after[u], after[v] + length[v])
+    return before + length + after
+
+
+def latency_starts(problem: BlockProblem, items: Items, seconds: float) -> list[I32]:
+    """Accelerators filled in topological order, the best contiguous max-load split, simple splits."""
+    starts = [fill_in_order(items)]
+    split = solve_contiguous(problem, seconds)
+    if split.device is not None:
+        starts.append(items.gather(split.device))
+    starts += simple_starts(items)
+    if problem.num_cpus:
+        starts.append(np.full(items.num_items, problem.num_accelerators, np.int32))
+    most = problem.num_accelerators + int(problem.num_cpus > 0) - 1
+    return [np.minimum(device, most).astype(np.int32) for device in starts]
+
+
+def fill_in_order(items: Items) -> I32:
+    """Fill one accelerator after the other to its memory limit; the rest goes to the CPU.
+
+    Source: the greedy baseline of Tarnawski et al. (2020).
+    """
+    k = items.num_accelerators
+    device = np.full(items.num_items, items.num_devices - 1, np.int32)
+    blocks = [np.flatnonzero(items.block == b) for b in np.unique(items.block)]
+    d, free = 0, items.memory_bytes
+    for block in blocks:
+        size = int(items.size_bytes[block].sum())
+        if size > items.memory_bytes or not items.can_accelerate[block].all():
+            continue
+        if size > free:
+            d, free = d + 1, items.memory_bytes
+        if d >= k:
+            break
+        device[block] = d
+        free -= size
+    return device
+
+
+def _search(
+    problem: BlockProblem,
+    items: Items,
+    starts: list[I32],
+    seconds: float,
+    most: int,
+    seed: int,
+    threads: int,
+    bound: int,
+) -> tuple[I32 | None, int, int]:
+    graph = make_block_graph(problem)
+    unable, k = items.can_accelerate == 0, problem.num_accelerators
+    starts = [device for device in starts if not (device[unable] < k).any()]
+    native = solvers_module()
+    if native is None:
+        return _plain_search(problem, graph, starts, seconds, most, seed, bound)
+    flat = np.concatenate(starts).astype(np.int32)
+    device, over, value, _ = native.search_blocks(graph, flat, seconds, most, seed, threads, bound)
+    return (device if len(device) else None), int(over), int(value)
+
+
+def _plain_search(
+    problem: BlockProblem,
+    graph: BlockGraph,
+    starts: list[I32],
+    seconds: float,
+    most: int,
+    seed: int,
+    bound: int,
+) -> tuple[I32 | None, int, int]:
+    """Anneal single moves from the best start; slow, for machines without the native module."""
+    rng = random.Random(seed)
+    deadline = time.monotonic() + seconds
+
+    def mark(device: I32) -> tuple[int, int]:
+        nodes = device[graph.item]
+        held = np.bincount(nodes, graph.size_bytes, graph.num_devices)[: graph.num_accelerators]
+        latency = block_latency(problem, nodes)
+        over = int(np.maximum(held - graph.memory_bytes, 0).sum())
+        return (NEVER, NEVER) if latency is None else (over, latency)
+
+    best = min(starts, key=mark)
+    reached = mark(best)
+    now, here, heat = best.copy(), reached, 0.05
+    unable = np.ones(len(best), np.bool_)
+    np.minimum.at(unable, graph.item, graph.can_accelerate.astype(np.bool_))
+    for _ in range(most):
+        if time.monotonic() > deadline or reached <= (0, bound):
+            break
+        i, d = rng.randrange(len(now)), rng.randrange(graph.num_devices)
+        if d < graph.num_accelerators and not unable[i]:
+            continue
+        old, now[i] = now[i], d
+        after = mark(now)
+        worse = (after[1] - here[1]) / max(1, here[1]) + 2.0 * (after[0] > here[0])
+        if worse > 0 and rng.random() >= math.exp(max(-700.0, -worse / heat)):
+            now[i] = old
+            continue
+        here, heat = after, max(0.0005, heat * 0.999)
+        if here < reached:
+            best, reached = now.copy(), here
+    return (best if reached[1] < NEVER else None), reached[0], reached[1]
