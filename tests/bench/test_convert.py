@@ -1,5 +1,7 @@
 """Instances become problems of whole numbers without losing anything."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 
@@ -32,17 +34,58 @@ def test_steps_equal_the_verifier(path):
     instance = load_instance(path)
     problem, unit = dataflow_problem(instance)
     rng = np.random.default_rng(0)
-    names = [int(op.name) for op in problem.graph.ops]
     for _ in range(5):
-        devices = rng.integers(0, 4, len(names)).astype(np.int32)
+        devices = rng.integers(0, 4, len(problem.graph.ops)).astype(np.int32)
         timeline = simulate(problem, Placement(devices))
-        order = [[names[v] for v in row] for row in timeline.order]
-        device = [0] * len(names)
-        for v, name in enumerate(names):
-            device[name] = int(devices[v])
+        device, order = schedule(problem, devices)
         verdict = verify_makespan(instance, device, order)
         assert verdict.is_valid
         assert timeline.makespan_ns * unit == verdict.value
+
+
+def schedule(problem, devices, priority=None):
+    """A placement's device and order by the op's number in the file."""
+    timeline = simulate(problem, Placement(devices, priority))
+    names = [int(op.name) for op in problem.graph.ops]
+    device = [0] * len(names)
+    for v, name in enumerate(names):
+        device[name] = int(devices[v])
+    return device, [[names[v] for v in row] for row in timeline.order]
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "dealt"),
+    [("chain_mm_112nodes", 4800.28, 1200.10), ("ffnn_192nodes", 226.78, 84.18)],
+)
+def test_known_values(name, one, dealt):
+    """One device and topological round robin are worth what DOPPLER's own simulator gives them;
+    up to ties, which it breaks in another order."""
+    instance = load_instance(files.PUBLIC / "doppler" / f"{name}.txt")
+    problem, _ = dataflow_problem(instance)
+    count = len(instance.compute)
+    value = verify_makespan(instance, *schedule(problem, np.zeros(count, np.int32))).value
+    assert round(value / 1e10, 2) == one
+    place = topological(instance)
+    turn = np.array([place[int(op.name)] for op in problem.graph.ops])
+    value = verify_makespan(instance, *schedule(problem, (turn % 4).astype(np.int32), -turn)).value
+    assert value / 1e10 == pytest.approx(dealt, abs=0.02)
+
+
+def topological(instance):
+    """Place of each op in topological order, first in, first out."""
+    missing = [0] * len(instance.compute)
+    for _, b in instance.edges:
+        missing[b] += 1
+    ready, place = deque(v for v, count in enumerate(missing) if not count), {}
+    while ready:
+        op = ready.popleft()
+        place[op] = len(place)
+        for a, b in instance.edges:
+            if a == op:
+                missing[b] -= 1
+                if not missing[b]:
+                    ready.append(b)
+    return place
 
 
 def test_fractions_are_kept(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from fractions import Fraction
 from math import ceil, floor
 
@@ -13,6 +14,7 @@ from devplace.graph import Op, OpGraph, StepResult, Tensor
 from devplace.instances.records import DataflowInstance, LoadInstance
 from devplace.instances.text import check_acyclic
 from devplace.load import LoadProblem
+from devplace.load.latency import BlockProblem
 from devplace.machine import Device, Link, Machine
 from devplace.problem import Problem
 from devplace.units import NS_PER_S
@@ -43,6 +45,22 @@ def load_problem(instance: LoadInstance) -> LoadProblem:
         num_cpus=instance.num_cpus,
         memory_bytes=min(floor(instance.memory_bytes), _MOST_BYTES),
     )
+
+
+def block_problem(instance: LoadInstance) -> BlockProblem:
+    """The same for the latency of one sample.
+
+    Raises:
+        InputError: It has backward nodes.
+    """
+    if any(node.is_backward for node in instance.nodes):
+        name = next(node.name for node in instance.nodes if node.is_backward)
+        raise InputError(
+            f"The latency objective is for inference: {instance.about.name} has the backward node "
+            f"{name!r}. Use the throughput objective."
+        )
+    problem = load_problem(instance)
+    return BlockProblem(**{field.name: getattr(problem, field.name) for field in fields(problem)})
 
 
 def _colors(instance: LoadInstance) -> list[int]:

@@ -8,12 +8,14 @@ from typing import Any
 
 from devplace import placers
 from devplace.bench import simple
-from devplace.bench.answer import Answer, Schedule, Split, Status
-from devplace.bench.convert import PS_PER_MS, dataflow_problem, load_problem
+from devplace.bench.answer import Answer, Blocks, Schedule, Split, Status
+from devplace.bench.convert import PS_PER_MS, block_problem, dataflow_problem, load_problem
 from devplace.errors import InputError, did_you_mean
 from devplace.instances import Instance
 from devplace.instances.records import DataflowInstance, LoadInstance
 from devplace.load import LoadSolution, solve, solve_contiguous
+from devplace.load.latency import pieces
+from devplace.load.solve_latency import solve_latency
 from devplace.placers import Budget
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
@@ -76,7 +78,7 @@ def solvers_of(instance: Instance) -> dict[str, Solver]:
             "expert": lambda instance, effort: simple.expert(instance),
         }
         if instance.objective == "latency":
-            return {"search": lambda instance, effort: simple.greedy(instance), **simple_ones}
+            return {"search": _latency, **simple_ones}
         return {"search": _largest_load, "contiguous": _contiguous, **simple_ones}
     return {"search": lambda instance, effort: Answer(None, "unknown")}
 
@@ -93,6 +95,21 @@ def _contiguous(instance: LoadInstance, effort: Effort) -> Answer:
     found = solve_contiguous(load_problem(instance), effort.seconds)
     status: Status = "unknown" if found.device is None else "feasible"
     return _split(found, status, None)
+
+
+def _latency(instance: LoadInstance, effort: Effort) -> Answer:
+    """devplace's own search over blocks."""
+    problem = block_problem(instance)
+    found = solve_latency(problem, effort.seconds, effort.seed, effort.threads)
+    bound = found.bound_ps / PS_PER_MS
+    status = _STATUS[found.status]
+    if found.device is None or found.value_ps is None:
+        return Answer(None, status, bound if status == "unknown" else None, why=found.how)
+    device = tuple(int(d) for d in found.device)
+    piece = pieces(problem, found.device).tolist()
+    k = instance.num_accelerators
+    block = tuple(d + k * p if d < k else -1 for d, p in zip(device, piece, strict=True))
+    return Answer(Blocks(device, block), status, bound, found.value_ps / PS_PER_MS)
 
 
 def _split(found: LoadSolution, status: Status, bound: float | None) -> Answer:
