@@ -1,0 +1,73 @@
+"""Down-sets of a graph: the places where a pipeline can be cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.errors import ProblemError
+from devplace.load.problem import I32
+
+
+@dataclass(frozen=True, eq=False)
+class Downsets:
+    """Sets of nodes that hold all predecessors of their members, by rising size.
+
+    Attributes:
+        members: `[I, N]`; the first row is empty, the last one full.
+        complete: All down-sets are there; otherwise only the prefixes of one topological order.
+    """
+
+    members: NDArray[np.bool_]
+    complete: bool
+
+    def below(self, at: int) -> NDArray[np.int64]:
+        """Rows of the proper subsets of row `at`."""
+        rows = self.members[:at]
+        return np.flatnonzero(~(rows & ~self.members[at]).any(axis=1))
+
+
+def make_downsets(num_nodes: int, edge_src: I32, edge_dst: I32, limit: int) -> Downsets:
+    """All down-sets if there are at most `limit`, else the prefixes of one topological order.
+
+    Raises:
+        ProblemError: The edges form a cycle.
+    """
+    before = [0] * num_nodes
+    for a, b in zip(edge_src.tolist(), edge_dst.tolist(), strict=True):
+        before[b] |= 1 << a
+    full = (1 << num_nodes) - 1
+    level, found = [0], [0]
+    complete = True
+    while level:
+        grown = {
+            down | 1 << v
+            for down in level
+            for v in range(num_nodes)
+            if not down >> v & 1 and before[v] & ~down == 0
+        }
+        if len(found) + len(grown) > limit:
+            complete = False
+            break
+        level = sorted(grown)
+        found += level
+    if not complete:
+        found = _prefixes(num_nodes, before)
+    if found[-1] != full:
+        raise ProblemError("A pipeline needs a graph without cycles: some nodes lie on one.")
+    bits = [[down >> v & 1 for v in range(num_nodes)] for down in found]
+    return Downsets(np.array(bits, np.bool_).reshape(len(found), num_nodes), complete)
+
+
+def _prefixes(num_nodes: int, before: list[int]) -> list[int]:
+    down, found = 0, [0]
+    while True:
+        ready = [v for v in range(num_nodes) if not down >> v & 1 and before[v] & ~down == 0]
+        if not ready:
+            return found
+        # Nodes whose predecessors came last first: depth first, so that few outputs wait.
+        latest = max(ready, key=lambda v: (before[v].bit_length(), -v))
+        down |= 1 << latest
+        found.append(down)
