@@ -11,10 +11,17 @@ import numpy as np
 from devplace.cost import CostTable
 from devplace.errors import InputError
 from devplace.graph import Op, OpGraph, StepResult, Tensor
-from devplace.instances.records import DataflowInstance, LoadInstance
+from devplace.instances.records import (
+    DataflowInstance,
+    LoadInstance,
+    PipelineInstance,
+    VariantInstance,
+)
 from devplace.instances.text import check_acyclic
 from devplace.load import LoadProblem
 from devplace.load.latency import BlockProblem
+from devplace.load.replicated import ReplicatedProblem
+from devplace.load.tensor_stages import TensorStageProblem, Variant
 from devplace.machine import Device, Link, Machine
 from devplace.problem import Problem
 from devplace.units import NS_PER_S
@@ -48,19 +55,59 @@ def load_problem(instance: LoadInstance) -> LoadProblem:
 
 
 def block_problem(instance: LoadInstance) -> BlockProblem:
-    """The same for the latency of one sample.
-
-    Raises:
-        InputError: It has backward nodes.
-    """
-    if any(node.is_backward for node in instance.nodes):
-        name = next(node.name for node in instance.nodes if node.is_backward)
-        raise InputError(
-            f"The latency objective is for inference: {instance.about.name} has the backward node "
-            f"{name!r}. Use the throughput objective."
-        )
+    """The same for the latency of one sample."""
     problem = load_problem(instance)
     return BlockProblem(**{field.name: getattr(problem, field.name) for field in fields(problem)})
+
+
+def replicated_problem(instance: PipelineInstance) -> ReplicatedProblem:
+    """Times in whole picoseconds; sizes in whole bytes, what passes between stages scaled."""
+    nodes, scale = instance.nodes, Fraction(instance.edge_cost_scale)
+    edges = np.array(instance.edges, np.int32).reshape(-1, 2)
+    passed = [round(Fraction(layer.activation_bytes) * (scale or 1)) for layer in nodes]
+    return ReplicatedProblem(
+        work_ps=_picoseconds([layer.compute_ms for layer in nodes]),
+        activation_bytes=np.array(passed, np.int64),
+        parameter_bytes=np.array([round(layer.parameter_bytes) for layer in nodes], np.int64),
+        edge_src=edges[:, 0].copy(),
+        edge_dst=edges[:, 1].copy(),
+        num_devices=instance.num_devices,
+        bandwidth=instance.bandwidth,
+        count_transfers=scale > 0,
+    )
+
+
+def tensor_stage_problem(instance: VariantInstance) -> TensorStageProblem:
+    """The same numbers under the names of the solver."""
+    variants = tuple(
+        {
+            degree: tuple(
+                Variant(
+                    given.id,
+                    given.seconds,
+                    given.parameter_bytes,
+                    given.memory_a,
+                    given.memory_b,
+                    dict(given.sync_in),
+                    dict(given.sync_out),
+                )
+                for given in choices
+            )
+            for degree, choices in node.variants
+        }
+        for node in instance.nodes
+    )
+    src, dst, size = zip(*instance.edges, strict=True) if instance.edges else ((), (), ())
+    return TensorStageProblem(
+        variants,
+        src,
+        dst,
+        size,
+        instance.num_devices,
+        instance.memory_bytes,
+        instance.bandwidth,
+        instance.batch,
+    )
 
 
 def _colors(instance: LoadInstance) -> list[int]:

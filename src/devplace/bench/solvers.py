@@ -6,19 +6,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from devplace import placers
 from devplace.bench import simple
-from devplace.bench.answer import Answer, Blocks, Schedule, Split, Status
-from devplace.bench.convert import PS_PER_MS, block_problem, dataflow_problem, load_problem
+from devplace.bench.answer import Answer, Blocks, Schedule, Split, Stages, Status, verify
+from devplace.bench.convert import (
+    PS_PER_MS,
+    block_problem,
+    dataflow_problem,
+    load_problem,
+    replicated_problem,
+    tensor_stage_problem,
+)
 from devplace.errors import InputError, did_you_mean
 from devplace.instances import Instance
-from devplace.instances.records import DataflowInstance, LoadInstance
+from devplace.instances.records import (
+    DataflowInstance,
+    LoadInstance,
+    PipelineInstance,
+    VariantInstance,
+)
 from devplace.load import LoadSolution, solve, solve_contiguous
 from devplace.load.latency import pieces
+from devplace.load.replicated import PS_PER_S, solve_replicated
 from devplace.load.solve_latency import solve_latency
+from devplace.load.tensor_stages import solve_tensor_stages
 from devplace.placers import Budget
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
+from devplace.verify import Stage
 
 DEFAULT = "search"
 _STATUS: dict[str, Status] = {
@@ -80,7 +97,9 @@ def solvers_of(instance: Instance) -> dict[str, Solver]:
         if instance.objective == "latency":
             return {"search": _latency, **simple_ones}
         return {"search": _largest_load, "contiguous": _contiguous, **simple_ones}
-    return {"search": lambda instance, effort: Answer(None, "unknown")}
+    if isinstance(instance, PipelineInstance):
+        return {"search": _replicated}
+    return {"search": _tensor_stages}
 
 
 def _largest_load(instance: LoadInstance, effort: Effort) -> Answer:
@@ -110,6 +129,34 @@ def _latency(instance: LoadInstance, effort: Effort) -> Answer:
     k = instance.num_accelerators
     block = tuple(d + k * p if d < k else -1 for d, p in zip(device, piece, strict=True))
     return Answer(Blocks(device, block), status, bound, found.value_ps / PS_PER_MS)
+
+
+def _replicated(instance: PipelineInstance, effort: Effort) -> Answer:
+    """PipeDream's dynamic programme, over all places to cut."""
+    found = solve_replicated(replicated_problem(instance))
+    stages = tuple(
+        Stage(tuple(np.flatnonzero(found.stage == s).tolist()), int(count))
+        for s, count in enumerate(found.replicas)
+    )
+    solution = Stages(stages)
+    broken = verify(instance, solution).broken
+    if broken:  # the programme knows no memory
+        return Answer(None, "unknown", found.bound_ps / PS_PER_S, why=broken[0])
+    status = _STATUS[found.status]
+    return Answer(solution, status, found.bound_ps / PS_PER_S, found.value_ps / PS_PER_S)
+
+
+def _tensor_stages(instance: VariantInstance, effort: Effort) -> Answer:
+    """Piper's dynamic programme, searched by bisection."""
+    found = solve_tensor_stages(tensor_stage_problem(instance))
+    status = _STATUS[found.status]
+    if found.stages is None:
+        return Answer(None, status, None, why="no stages fit the memory")
+    stages = tuple(
+        Stage(stage.nodes, stage.data_degree, stage.tensor_degree, stage.variant)
+        for stage in found.stages
+    )
+    return Answer(Stages(stages), status, found.bound_s, found.value_s)
 
 
 def _split(found: LoadSolution, status: Status, bound: float | None) -> Answer:

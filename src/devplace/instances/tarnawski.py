@@ -71,6 +71,10 @@ def parse(text: str, about: About, objective: str) -> LoadInstance:
     nodes = tuple(
         _node(path, k, node, costs.get(node.id, 0.0)) for k, node in enumerate(found.nodes)
     )
+    backward = next((k for k, node in enumerate(nodes) if node.is_backward), None)
+    if objective == "latency" and backward is not None:
+        problem = f"node {nodes[backward].name!r} is a backward node; latency is for inference"
+        fail(path, f"nodes[{backward}].isBackwardNode", problem, "Use the throughput objective.")
     memory = found.maxSizePerFPGA
     return LoadInstance(about, nodes, edges, found.maxFPGAs, found.maxCPUs, memory, objective)
 
