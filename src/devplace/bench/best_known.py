@@ -44,12 +44,13 @@ class BestKnown(msgspec.Struct, frozen=True, omit_defaults=True):
     rounding: float = 0.0
 
 
-def load_best_known(path: Path = FILE) -> dict[str, BestKnown]:
-    """Best values by fingerprint.
+def load_best_known(path: Path | None = None) -> dict[str, BestKnown]:
+    """Best values by fingerprint, from the file that comes with devplace or another.
 
     Raises:
         InputError: The file was edited so that it cannot be read.
     """
+    path = path or FILE
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[BestKnown])
     except OSError as error:
@@ -97,12 +98,13 @@ def improved(
     )
 
 
-def save_best_known(rows: Sequence[BestKnown], path: Path = FILE) -> None:
+def save_best_known(rows: Sequence[BestKnown], path: Path | None = None) -> None:
     """Add rows, replacing those of the same instance.
 
     Raises:
         InputError: The file cannot be written.
     """
+    path = path or FILE
     known = load_best_known(path) if path.exists() else {}
     known |= {row.fingerprint: row for row in rows}
     ordered = sorted(known.values(), key=lambda row: (row.objective, row.instance, row.changed))

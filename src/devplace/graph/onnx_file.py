@@ -242,7 +242,7 @@ class _Builder:
 
 def _declared(graph: Any) -> Mapping[str, Any]:
     """Tensor types by name, of inputs, outputs and everything inferred."""
-    values = [*graph.input, *graph.output, *graph.value_info]
+    values = [*graph.output, *graph.value_info, *graph.input]
     return {value.name: value.type.tensor_type for value in values}
 
 
