@@ -4,10 +4,10 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from tests.instances import files
 
 from devplace.cli.commands import devplace
 from devplace.errors import InputError
-from tests.instances import files
 
 
 def bench(*arguments):

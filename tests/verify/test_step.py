@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import problems, random_placement
 
 from devplace.placers import Heft, place
 from devplace.problem import Placement
@@ -14,6 +13,7 @@ from devplace.simulator import simulate
 from devplace.simulator.in_order import simulate_in_order
 from devplace.testing import tiny_problems
 from devplace.verify import verify_placement, verify_plan, verify_step
+from tests.strategies import problems, random_placement
 
 
 @settings(max_examples=300, deadline=None)
