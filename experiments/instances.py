@@ -17,6 +17,10 @@ from devplace.instances import Changes, Instance, fingerprint, load_instance
 from devplace.instances.suites import find
 from devplace.placers import Budget
 
+COLUMNS = (
+    *("instance", "objective", "unit", "best", "worst"),
+    *("best known", "to it", "bound", "gap", "status"),
+)
 MATCHES = 1e-3
 """A value within this part of the best known one counts as equal."""
 
@@ -52,8 +56,8 @@ def table(data: dict[str, Any]) -> str:
         "to it = best value / best known - 1. Best known are published or re-measured values of "
         "others; see [](../guides/bench.md) for formats and objectives.",
         "",
-        "| instance | objective | unit | best | worst | best known | to it | bound | gap | status |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
     ]
     better, equal, worse = [], 0, []
     for (name, objective, changed), rows in groups.items():

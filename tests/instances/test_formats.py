@@ -67,6 +67,15 @@ def test_doppler_is_read_as_it_stands(tmp_path):
     assert found.edges == ((0, 2), (1, 2), (0, 1))
 
 
+def refusal(tmp_path, text):
+    """The file's name if reading is refused with it, empty if it is read."""
+    try:
+        read(tmp_path, text)
+    except InputError as error:
+        return "some.txt" if "some.txt" in str(error) else f"no file is named: {error}"
+    return ""
+
+
 def broken_tarnawski():
     """Text of a broken file and what its error must name."""
     node = {"id": 1, "cpuLatency": 1.0, "fpgaLatency": 1.0}
@@ -171,10 +180,7 @@ def test_damage_never_ends_in_a_traceback(tmp_path, text):
     """A file cut anywhere, or with any character replaced, is read or refused by name."""
     for at in range(0, len(text), 3):
         for damaged in (text[:at], text[:at] + "x" + text[at + 1 :], text[:at] + text[at + 9 :]):
-            try:
-                read(tmp_path, damaged)
-            except InputError as error:
-                assert "some.txt" in str(error)
+            assert refusal(tmp_path, damaged) in ("", "some.txt")
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"\x00" * 9, b"5" * 5000, b"{" * 5000])
