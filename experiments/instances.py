@@ -12,7 +12,7 @@ from typing import Any
 
 from common import RESULTS, provenance, write
 
-from devplace.bench import Effort, Row, bench, load_best_known
+from devplace.bench import Effort, Row, bench, load_best_known, save_best_known
 from devplace.instances import Changes, Instance, fingerprint, load_instance
 from devplace.instances.suites import find
 from devplace.placers import Budget
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--suites", default="public")
+    parser.add_argument("--record", action="store_true", help="keep better values as best known")
     options = parser.parse_args()
     known = load_best_known()
     found = instances(options.suites)
@@ -130,6 +131,8 @@ def main() -> None:
     for seed in range(options.seeds):
         effort = Effort(Budget.parse(options.budget), seed, options.threads)
         for row in bench(found, effort):
+            if options.record and row.record is not None:
+                save_best_known([row.record])
             data["rows"].append(as_row(row))
             print(row.instance.about.name, seed, row.value, row.best_known, row.status, flush=True)
         write("instances", data)

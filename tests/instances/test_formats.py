@@ -5,7 +5,7 @@ import json
 import pytest
 
 from devplace.errors import DevplaceError, InputError
-from devplace.instances import Changes, load_instance
+from devplace.instances import Changes, change_all, load_instance
 from devplace.instances.tarnawski import parse_split
 from tests.instances import files
 
@@ -231,6 +231,17 @@ def test_changes_that_make_no_sense_are_refused(tmp_path, text, changes, what):
     """A number the instance does not have, or out of range, is named."""
     with pytest.raises(InputError, match=what):
         read(tmp_path, text, changes=changes)
+
+
+def test_many_instances_take_what_means_something(tmp_path):
+    """A suite of several formats is changed where it can be; what means nothing to any is told."""
+    tarnawski, doppler = read(tmp_path, files.tarnawski()), read(tmp_path, files.DOPPLER)
+    changes = Changes(devices=3, memory_bytes=77)
+    first, second = change_all([tarnawski, doppler], changes)
+    assert (first.num_accelerators, first.memory_bytes) == (3, 77)
+    assert (second.num_devices, second.about.changed) == (3, "--devices 3")
+    with pytest.raises(InputError, match="--bandwidth"):
+        change_all([tarnawski, doppler], Changes(bandwidth=1.0))
 
 
 def test_objective_of_other_formats_cannot_be_chosen(tmp_path):

@@ -62,8 +62,15 @@ class Effort:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time, s."""
+        """Wall-clock time, s; a day where only moves are counted."""
+        if self.budget.seconds is None and self.budget.evaluations is not None:
+            return 86_400.0
         return self.budget.seconds or placers.budget.DEFAULT_SECONDS
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the answer shall depend on the seed alone, not on the clock."""
+        return self.budget.seconds is None and self.budget.evaluations is not None
 
 
 Solver = Callable[[Any, Effort], Answer]
@@ -104,7 +111,14 @@ def solvers_of(instance: Instance) -> dict[str, Solver]:
 
 def _largest_load(instance: LoadInstance, effort: Effort) -> Answer:
     """devplace's own search, with bounds and CP-SAT where it is installed."""
-    found = solve(load_problem(instance), effort.seconds, effort.seed, effort.threads)
+    found = solve(
+        load_problem(instance),
+        effort.seconds,
+        effort.seed,
+        1 if effort.is_counted else effort.threads,
+        max_evaluations=effort.budget.evaluations,
+        exact=not effort.is_counted,
+    )
     return _split(found, _STATUS[found.status], found.bound_ps / PS_PER_MS)
 
 
@@ -119,7 +133,13 @@ def _contiguous(instance: LoadInstance, effort: Effort) -> Answer:
 def _latency(instance: LoadInstance, effort: Effort) -> Answer:
     """devplace's own search over blocks."""
     problem = block_problem(instance)
-    found = solve_latency(problem, effort.seconds, effort.seed, effort.threads)
+    found = solve_latency(
+        problem,
+        effort.seconds,
+        effort.seed,
+        1 if effort.is_counted else effort.threads,
+        max_evaluations=effort.budget.evaluations,
+    )
     bound = found.bound_ps / PS_PER_MS
     status = _STATUS[found.status]
     if found.device is None or found.value_ps is None:

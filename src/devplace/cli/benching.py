@@ -15,7 +15,7 @@ import click
 from devplace.bench import Effort, Row, bench, save_best_known
 from devplace.cli.session import refuse_overwriting
 from devplace.errors import InputError
-from devplace.instances import Changes, load_instance
+from devplace.instances import Changes, change_all, load_instance
 from devplace.instances.suites import find
 from devplace.placers import Budget
 from devplace.units import parse_size
@@ -73,7 +73,8 @@ def run(
     files = [file for spec in specs for file in find(spec)]
     if output is not None:
         _check_output(output, files)
-    instances = [load_instance(file, objective, _changes(changes)) for file in files]
+    given = [load_instance(file, objective) for file in files]
+    instances = change_all(given, _changes(changes))
     rows = []
     with _progress(len(instances)) as begin:
         for row in bench(instances, Effort(limits, seed, threads), placer, begin):

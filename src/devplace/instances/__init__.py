@@ -1,6 +1,6 @@
 """Placement problems that others published: their files, read as they are."""
 
-from devplace.instances.read import Changes, load_instance, recognise
+from devplace.instances.read import Changes, change_all, load_instance, recognise
 from devplace.instances.records import (
     About,
     DataflowInstance,
@@ -19,6 +19,7 @@ __all__ = [
     "LoadInstance",
     "PipelineInstance",
     "VariantInstance",
+    "change_all",
     "fingerprint",
     "load_instance",
     "recognise",

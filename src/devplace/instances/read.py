@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,6 @@ from devplace.instances.records import (
     Instance,
     LoadInstance,
     PipelineInstance,
-    VariantInstance,
 )
 from devplace.instances.text import read_text
 
@@ -187,16 +187,37 @@ def change(instance: Instance, changes: Changes) -> Instance:
     return replace(instance, edges=tuple((a, b, size * scale) for a, b, size in instance.edges))
 
 
+def change_all(instances: Sequence[Instance], changes: Changes) -> list[Instance]:
+    """Many instances, each with those of the changes that mean something for it.
+
+    Raises:
+        InputError: A change that means nothing to any, or is out of range.
+    """
+    given = [key for key, value in asdict(changes).items() if value is not None]
+    lacking = [_lacking(instance) for instance in instances]
+    for key in given:
+        if instances and all(key in lacks for lacks in lacking):
+            change(instances[0], changes)  # says so
+    return [
+        change(instance, replace(changes, **dict.fromkeys(lacks)))
+        for instance, lacks in zip(instances, lacking, strict=True)
+    ]
+
+
+def _lacking(instance: Instance) -> list[str]:
+    """Changes that mean nothing for an instance."""
+    if isinstance(instance, LoadInstance):
+        return ["bandwidth"]
+    if isinstance(instance, DataflowInstance):
+        return ["cpus", "memory_bytes", "bandwidth"]
+    return ["cpus"]
+
+
 def _check(instance: Instance, changes: Changes) -> None:
     name = instance.about.name
-    lacks = {
-        "--cpus": changes.cpus is not None and not isinstance(instance, LoadInstance),
-        "--memory": changes.memory_bytes is not None and isinstance(instance, DataflowInstance),
-        "--bandwidth": changes.bandwidth is not None
-        and not isinstance(instance, PipelineInstance | VariantInstance),
-    }
-    for option, wrong in lacks.items():
-        if wrong:
+    for key in _lacking(instance):
+        if getattr(changes, key) is not None:
+            option = "--" + key.removesuffix("_bytes")
             raise InputError(f"{option} changes nothing that {name} has. Leave it out.")
     if changes.devices == 0 and not isinstance(instance, LoadInstance):
         raise InputError(f"{name} needs at least one device, got --devices 0.")
