@@ -176,7 +176,7 @@ class ContiguousSplit {
     while (at >= static_cast<std::size_t>(states_)) {
       const std::size_t before = static_cast<std::size_t>(from_[at]);
       const i32 state = static_cast<i32>(before % states_);
-      const bool cpu = static_cast<i32>(at % states_) == state + 1;
+      const bool cpu = h_.cpus > 0 && static_cast<i32>(at % states_) == state + 1;
       const i32 d = cpu ? h_.accelerators + state % (h_.cpus + 1) : state / (h_.cpus + 1);
       assign(static_cast<i32>(before / states_), static_cast<i32>(at / states_), d, device);
       at = before;

@@ -281,8 +281,9 @@ class _Table:
         `s`; built from the last stage to the first.
         """
         k, count = self.problem.num_devices, len(self.sets.members)
-        devices = np.full((count, k + 1), NEVER, np.int64)
-        came = np.zeros((count, k + 1, 3), np.int64)
+        most = min(k, self.problem.batch)  # samples in flight are those of one batch
+        devices = np.full((count, most + 1), NEVER, np.int64)
+        came = np.zeros((count, most + 1, 3), np.int64)
         devices[count - 1, 0] = 0
         for low in range(count - 2, -1, -1):
             for key in self.by_low.get(low, ()):
@@ -292,10 +293,10 @@ class _Table:
                 for d in self.degrees:
                     if d * t > k:
                         break
-                    y = self._fits(key, d, limit, -(-k // d))
+                    y = self._fits(key, d, limit, -(-most // d))
                     if not y:
                         continue
-                    upto = min(k, y * d)
+                    upto = min(most, y * d)
                     after = devices[high, : upto - d + 1] + t * d
                     here = devices[low, d : upto + 1]
                     better = (after < here) & (after <= k)
