@@ -26,16 +26,13 @@ def why_infeasible(items: Items) -> str:
         return f"node {node} or one of its class runs on CPUs only, and there is no CPU"
     total = int(items.size_bytes.sum())
     if total > k * limit:
-        return (
-            f"all nodes hold {format_bytes(total)} and {k} accelerators have {format_bytes(k * limit)}"
-        )
+        room = format_bytes(k * limit)
+        return f"all nodes hold {format_bytes(total)} and {k} accelerators have {room}"
     large = np.flatnonzero(items.size_bytes > limit)
     if len(large):
         node = int(np.flatnonzero(items.item == large[0])[0])
-        return (
-            f"node {node} and its class hold {format_bytes(int(items.size_bytes[large[0]]))} and an "
-            f"accelerator has {format_bytes(limit)}"
-        )
+        size = format_bytes(int(items.size_bytes[large[0]]))
+        return f"node {node} and its class hold {size}, an accelerator has {format_bytes(limit)}"
     return ""
 
 
@@ -48,20 +45,25 @@ def work_bound(items: Items) -> int:
     k, cpus = items.num_accelerators, items.num_cpus
     able = (items.can_accelerate > 0) & (items.size_bytes <= items.memory_bytes) & (k > 0)
     forced = int(items.cpu_ps[~able].sum())
-    pairs = [(int(a), int(c)) for a, c in zip(items.accelerator_ps[able], items.cpu_ps[able], strict=True)]
+    pairs = [
+        (int(a), int(c))
+        for a, c in zip(items.accelerator_ps[able], items.cpu_ps[able], strict=True)
+    ]
     if cpus == 0:
         return -(-sum(a for a, _ in pairs) // k)
     if k == 0:
         return -(-forced // cpus)
-    pairs.sort(key=lambda pair: (-Fraction(pair[1], pair[0]) if pair[0] else -Fraction(2**62), pair))
+    pairs.sort(
+        key=lambda pair: (-Fraction(pair[1], pair[0]) if pair[0] else -Fraction(2**62), pair)
+    )
     on_accelerators, on_cpus = 0, forced + sum(c for _, c in pairs)
     for a, c in pairs:
         if (on_accelerators + a) * cpus >= (on_cpus - c) * k:
-            share = Fraction(k * on_cpus - cpus * on_accelerators, cpus * a + k * c) if a or c else 0
+            share = (
+                Fraction(k * on_cpus - cpus * on_accelerators, cpus * a + k * c) if a or c else 0
+            )
             share = min(Fraction(1), max(Fraction(0), Fraction(share)))
-            level = max(
-                Fraction(on_accelerators) + share * a, Fraction(0)
-            ) / k
+            level = max(Fraction(on_accelerators) + share * a, Fraction(0)) / k
             other = (Fraction(on_cpus) - share * c) / cpus
             return ceil(max(level, other))
         on_accelerators, on_cpus = on_accelerators + a, on_cpus - c
@@ -72,7 +74,7 @@ def count_bound(items: Items) -> int:
     """Least `T` that counting does not refute, ps.
 
     Of the `j` heaviest items, CPUs can take only so many within `T`; some accelerator gets its
-    share of the others, rounded up, and so at least the sum of that many of the lightest of the `j`.
+    share of the others, rounded up, and so at least the sum of that many of the lightest.
 
     Source: the counting argument of Dell'Amico and Martello (1995) for parallel machines, with the
     CPUs added.

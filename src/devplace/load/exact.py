@@ -183,7 +183,9 @@ class _Model:
         self.value = self.model.new_int_var(bound, max(bound, most // unit), "load")
         for d in range(items.num_devices):
             time = items.accelerator_ps if d < k else items.cpu_ps
-            terms = [self.on[i][d] * (int(time[i]) // unit) for i in range(len(time)) if d in self.on[i]]
+            terms = [
+                self.on[i][d] * (int(time[i]) // unit) for i in range(len(time)) if d in self.on[i]
+            ]
             terms += [
                 paid * (int(items.net_ps[e]) // unit)
                 for (e, at), paid in self.paid.items()

@@ -63,7 +63,7 @@ class Items:
         return np.asarray(device, np.int32)[self.item]
 
     def gather(self, device: I32) -> I32:
-        """Device of each item from the device of each node: that of its first node. `[N]` to `[M]`"""
+        """Device of each item: that of its first node. `[N]` to `[M]`"""
         joined = np.zeros(self.num_items, np.int32)
         joined[self.item[::-1]] = np.asarray(device, np.int32)[::-1]
         return joined

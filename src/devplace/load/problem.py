@@ -99,7 +99,9 @@ def _check_shapes(problem: LoadProblem) -> None:
         wanted = (edges if name in _PER_EDGE else nodes,)
         shape = getattr(problem, name).shape
         if shape != wanted:
-            raise ProblemError(f"{name} must have shape {wanted}, got {shape}. Give one value each.")
+            raise ProblemError(
+                f"{name} must have shape {wanted}, got {shape}. Give one value each."
+            )
     for name, least in (("num_accelerators", 0), ("num_cpus", 0), ("memory_bytes", 0)):
         if getattr(problem, name) < least:
             raise ProblemError(f"{name} must be at least {least}, got {getattr(problem, name)}.")

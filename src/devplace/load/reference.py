@@ -152,7 +152,9 @@ def contiguous(items: Items) -> tuple[I32, int]:
     k, cpus = items.num_accelerators, items.num_cpus
     never = np.iinfo(np.int64).max
     order = items.order.tolist()
-    ends = [at for at in range(1, len(order)) if items.block[order[at]] != items.block[order[at - 1]]]
+    ends = [
+        at for at in range(1, len(order)) if items.block[order[at]] != items.block[order[at - 1]]
+    ]
     ends = [0, *ends, len(order)]
     best: dict[tuple[int, int, int], int] = {(0, 0, 0): 0}
     came: dict[tuple[int, int, int], tuple[int, int, int]] = {}
@@ -202,9 +204,7 @@ def _runs(
         for e in nets_of.get(i, ()):
             count, pins = inside.get(e, 0), int(items.net_ptr[e + 1] - items.net_ptr[e])
             inside[e] = count + 1
-            moved += int(items.net_ps[e]) * (int(count + 1 < pins) - int(0 < count))
+            moved += int(items.net_ps[e]) * (int(count + 1 < pins) - int(count > 0))
         if at + 1 in ends:
-            runs.append(
-                (at + 1, work + moved if able else None, cpu if items.num_cpus else None)
-            )
+            runs.append((at + 1, work + moved if able else None, cpu if items.num_cpus else None))
     return runs

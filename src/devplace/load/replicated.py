@@ -101,7 +101,8 @@ class StageSolution:
 def stage_times(problem: ReplicatedProblem, work: I64, parameters: I64, replicas: int) -> I64:
     """Time per sample of stages with these sums, ps, rounded up."""
     sync = 4.0 * (replicas - 1) * parameters / (replicas * problem.bandwidth) * PS_PER_S
-    return np.ceil((work + np.rint(sync)) / replicas).astype(np.int64)
+    times: I64 = np.ceil((work + np.rint(sync)) / replicas).astype(np.int64)
+    return times
 
 
 def evaluate_stages(problem: ReplicatedProblem, stage: I32, replicas: I32) -> int:
@@ -137,9 +138,7 @@ def solve_replicated(problem: ReplicatedProblem, max_downsets: int = MAX_DOWNSET
         ProblemError: The graph has a cycle.
     """
     began = time.monotonic()
-    downsets = make_downsets(
-        len(problem.work_ps), problem.edge_src, problem.edge_dst, max_downsets
-    )
+    downsets = make_downsets(len(problem.work_ps), problem.edge_src, problem.edge_dst, max_downsets)
     value, came = _programme(problem, downsets)
     last = len(downsets.members) - 1
     used = int(np.argmin(value[last]))
@@ -176,9 +175,7 @@ def solve_replicated(problem: ReplicatedProblem, max_downsets: int = MAX_DOWNSET
     )
 
 
-def _programme(
-    problem: ReplicatedProblem, downsets: Downsets
-) -> tuple[I64, NDArray[np.int64]]:
+def _programme(problem: ReplicatedProblem, downsets: Downsets) -> tuple[I64, NDArray[np.int64]]:
     """Value of each down-set on each number of devices `[I, k + 1]`, and where it came from."""
     count, k = len(downsets.members), problem.num_devices
     members = downsets.members.astype(np.int64)
@@ -190,7 +187,9 @@ def _programme(
     for at in range(1, count):
         below = downsets.below(at)
         for m in range(1, 2 if problem.straight else k + 1):
-            stage = stage_times(problem, work[at] - work[below], parameters[at] - parameters[below], m)
+            stage = stage_times(
+                problem, work[at] - work[below], parameters[at] - parameters[below], m
+            )
             if problem.count_transfers:
                 stage = np.maximum(stage, _transfer(problem, moved[below], m))
                 stage = np.maximum(stage, _transfer(problem, moved[at : at + 1], m))
@@ -208,8 +207,10 @@ def _moved(problem: ReplicatedProblem, members: NDArray[np.bool_]) -> I64:
     crosses = np.zeros(members.shape, np.bool_)
     for a, b in zip(problem.edge_src.tolist(), problem.edge_dst.tolist(), strict=True):
         crosses[:, a] |= members[:, a] & ~members[:, b]
-    return crosses.astype(np.int64) @ problem.activation_bytes
+    moved: I64 = crosses.astype(np.int64) @ problem.activation_bytes
+    return moved
 
 
 def _transfer(problem: ReplicatedProblem, moved: I64, replicas: int) -> I64:
-    return np.ceil(2.0 * moved / (problem.bandwidth * replicas) * PS_PER_S).astype(np.int64)
+    times: I64 = np.ceil(2.0 * moved / (problem.bandwidth * replicas) * PS_PER_S).astype(np.int64)
+    return times

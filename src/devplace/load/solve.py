@@ -194,7 +194,9 @@ class _Run:
 
     def _search(self, share: float) -> None:
         able = self._able()
-        starts = [d for d in [self.device, *simple_starts(self.items), *self.broken] if d is not None]
+        starts = [
+            d for d in [self.device, *simple_starts(self.items), *self.broken] if d is not None
+        ]
         starts = [d for d in starts if able(d)]
         timed = self.max_evaluations is None
         seconds = share * self._left(timed)
@@ -247,9 +249,7 @@ class _Run:
             return LoadSolution(None, None, self.bound, status, took, self.seed, self.how)
         status = "optimal" if self.value <= self.bound else "feasible"
         spread = self.items.spread(self.device)
-        return LoadSolution(
-            spread, self.value, self.bound, status, took, self.seed, self.how
-        )
+        return LoadSolution(spread, self.value, self.bound, status, took, self.seed, self.how)
 
 
 def has_exact() -> bool:

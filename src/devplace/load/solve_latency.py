@@ -20,7 +20,7 @@ from devplace.load.latency import (
     topological_order,
 )
 from devplace.load.native import solvers_module
-from devplace.load.problem import I32, LoadProblem, broken_rule, check_devices, producer_ps
+from devplace.load.problem import I32, I64, LoadProblem, broken_rule, check_devices, producer_ps
 from devplace.load.solve import NEVER, LoadSolution, has_exact, solve_contiguous
 from devplace.load.starts import simple_starts
 
@@ -117,7 +117,7 @@ def latency_bound(problem: BlockProblem, seconds: float) -> int:
     return bound
 
 
-def _touching(problem: LoadProblem) -> I32:
+def _touching(problem: LoadProblem) -> I64:
     """Cost of the nets at each node: its own output and those that feed it. `[N]`"""
     cost = producer_ps(problem)
     total = np.zeros(problem.num_nodes, np.int64)
@@ -125,12 +125,11 @@ def _touching(problem: LoadProblem) -> I32:
     for a, b in pairs:
         total[b] += cost[a]
     total += cost
-    return total  # type: ignore[return-value]
+    return total
 
 
-def _through(problem: LoadProblem, time_ps: object) -> np.ndarray:  # type: ignore[type-arg]
+def _through(problem: LoadProblem, length: I64) -> I64:
     """Longest path through each node, the node included. `[N]`"""
-    length = np.asarray(time_ps, np.int64)
     before, after = np.zeros_like(length), np.zeros_like(length)
     feeds: list[list[int]] = [[] for _ in range(problem.num_nodes)]
     for a, b in zip(problem.edge_src.tolist(), problem.edge_dst.tolist(), strict=True):
@@ -145,7 +144,7 @@ def _through(problem: LoadProblem, time_ps: object) -> np.ndarray:  # type: igno
 
 
 def latency_starts(problem: BlockProblem, items: Items, seconds: float) -> list[I32]:
-    """Accelerators filled in topological order, the best contiguous max-load split, simple splits."""
+    """Accelerators filled in order, the best contiguous max-load split, and simple splits."""
     starts = [fill_in_order(items)]
     split = solve_contiguous(problem, seconds)
     if split.device is not None:

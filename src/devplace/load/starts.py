@@ -10,7 +10,11 @@ from devplace.load.problem import I32
 
 def simple_starts(items: Items) -> list[I32]:
     """Equal shares of the order by count and by work, and heaviest items first."""
-    return [even_split(items, by_work=False), even_split(items, by_work=True), heaviest_first(items)]
+    return [
+        even_split(items, by_work=False),
+        even_split(items, by_work=True),
+        heaviest_first(items),
+    ]
 
 
 def even_split(items: Items, by_work: bool) -> I32:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from devplace.errors import ProblemError
 from devplace.load.downsets import Downsets, make_downsets
+from devplace.load.variants import cheapest_fit
 
 Reals = NDArray[np.float64]
 PS_PER_S = 1e12
@@ -63,8 +64,8 @@ class TensorStageProblem:
         ProblemError: Shapes or ranges do not fit together.
 
     Source: Tarnawski, Narayanan, Phanishayee (2021), "Piper", NeurIPS, sections 3 and 4. Differs
-    from its planner in: the value is searched for by bisection, the devices of a value are found
-    by a programme; among variants the greedy choice is followed by taking back what was not needed.
+    from its planner in: the value is searched for by bisection, and the devices for a value by a
+    programme; among variants the greedy choice is followed by taking back what was not needed.
     """
 
     variants: tuple[Mapping[int, tuple[Variant, ...]], ...]
@@ -107,8 +108,8 @@ class TensorStage:
 class TensorStageSolution:
     """Stages in pipeline order; None where nothing fits. Values are seconds per sample.
 
-    `status` is `optimal` where no stage had to trade time for memory and all places to cut were
-    tried, so that every choice was exact; else `feasible`, `infeasible` or `unknown`.
+    `status` is `optimal` (to the precision asked for) where all places to cut were tried and every
+    choice of variants was exact; else `feasible`, `infeasible` or `unknown`.
     """
 
     stages: tuple[TensorStage, ...] | None
@@ -186,9 +187,11 @@ class _Table:
 
     def __init__(self, problem: TensorStageProblem, sets: Downsets) -> None:
         self.problem, self.sets = problem, sets
-        self.traded = False  # some stage had to take slower variants to fit
+        self.traded = False  # variants of some stage may not be the best that fit
         self.degrees = [
-            d for d in range(1, min(problem.num_devices, problem.batch) + 1) if problem.batch % d == 0
+            d
+            for d in range(1, min(problem.num_devices, problem.batch) + 1)
+            if problem.batch % d == 0
         ]
         self.stages = [
             (low, high, t)
@@ -197,7 +200,9 @@ class _Table:
             for t in self._tensor_degrees(low, high)
         ]
         self.parts = {key: self._parts(*key) for key in self.stages}
-        self._choices: dict[tuple[int, int, int, int, int], tuple[float, tuple[int, ...]] | None] = {}
+        self._choices: dict[
+            tuple[int, int, int, int, int], tuple[float, tuple[int, ...]] | None
+        ] = {}
         self.by_low: dict[int, list[tuple[int, int, int]]] = {}
         for key in self.stages:
             self.by_low.setdefault(key[0], []).append(key)
@@ -222,14 +227,18 @@ class _Table:
             parts.append(row)
         return parts
 
-    def choose(self, key: tuple[int, int, int], d: int, y: int) -> tuple[float, tuple[int, ...]] | None:
-        """Least time of a stage with `y` samples in flight, and its variants; None: does not fit."""
+    def choose(
+        self, key: tuple[int, int, int], d: int, y: int
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """Least time of a stage with `y` samples in flight, and its variants; None: too large."""
         full = (*key, d, y)
         if full not in self._choices:
             self._choices[full] = self._choose(key, d, y)
         return self._choices[full]
 
-    def _choose(self, key: tuple[int, int, int], d: int, y: int) -> tuple[float, tuple[int, ...]] | None:
+    def _choose(
+        self, key: tuple[int, int, int], d: int, y: int
+    ) -> tuple[float, tuple[int, ...]] | None:
         problem = self.problem
         rate = 4.0 * (d - 1) / d / problem.batch / problem.bandwidth
         times = [[part[0] / d + rate * part[1] for part in row] for row in self.parts[key]]
@@ -240,8 +249,8 @@ class _Table:
             least = sum(min(row) for row in held)
             if least > problem.memory_bytes:
                 return None
-            self.traded = True
-            _trade(times, held, chosen, over)
+            chosen, exact = cheapest_fit(times, held, problem.memory_bytes)
+            self.traded |= not exact
         return sum(t[j] for t, j in zip(times, chosen, strict=True)), tuple(chosen)
 
     def bound(self) -> float:
@@ -336,27 +345,3 @@ def evaluate_stage_node(
         if a == node and b not in inside:
             moved += size + v.sync_backward_bytes.get(b, 0.0)
     return v.seconds_per_sample + 2.0 * moved / problem.bandwidth, moved
-
-
-def _trade(times: list[list[float]], held: list[list[float]], chosen: list[int], over: float) -> None:
-    """Change variants in place until `over` bytes are saved: least time per byte first.
-
-    Then changes that turn out not to be needed are taken back, the dearest first.
-    """
-    fastest = list(chosen)
-    while over > 1e-6:
-        swaps = [
-            ((times[i][j] - times[i][c]) / min(over, held[i][c] - held[i][j]), i, j)
-            for i, c in enumerate(chosen)
-            for j in range(len(times[i]))
-            if held[i][j] < held[i][c]
-        ]
-        _, i, j = min(swaps)
-        over -= held[i][chosen[i]] - held[i][j]
-        chosen[i] = j
-    changed = [i for i, c in enumerate(chosen) if c != fastest[i]]
-    for i in sorted(changed, key=lambda i: times[i][fastest[i]] - times[i][chosen[i]]):
-        more = held[i][fastest[i]] - held[i][chosen[i]]
-        if over + more <= 0:
-            over += more
-            chosen[i] = fastest[i]
