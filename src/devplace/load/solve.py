@@ -82,12 +82,12 @@ def solve(
 
 
 def solve_contiguous(problem: LoadProblem, seconds: float = 60.0) -> LoadSolution:
-    """Best split in which each device holds a contiguous part of the forward pass.
+    """Best split in which the devices can be ordered so that the forward pass only goes forward.
 
-    Contiguous means convex: no path leaves a device and comes back. All contiguous splits are
-    tried where the precedence order has at most 60,000 ideals; `status` is then `optimal`, which
-    here means best of its kind, and `bound_ps` its value. Otherwise, and without the native module,
-    only runs of topological orders are tried and `status` is `feasible`.
+    Backward nodes follow the forward nodes of their class. All such splits are tried where the
+    precedence order has at most 60,000 ideals; `status` is then `optimal`, which here means best of
+    its kind, and `bound_ps` its value. Otherwise, and without the native module, only runs of
+    topological orders are tried and `status` is `feasible`.
 
     Source: Tarnawski et al. (2020), arXiv 2006.16423, section 5.1.
     """
