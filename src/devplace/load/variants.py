@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor
 
 MAX_BRANCHES = 100  # choices tried before the best so far is taken
 
@@ -32,9 +33,9 @@ class _Branches:
     def __init__(self, times: Rows, held: Rows, limit: float) -> None:
         rows = [_undominated(t, h) for t, h in zip(times, held, strict=True)]
         # What each variant costs and saves against the node's fastest: equal for equal nodes.
-        # Rounded to 1e-15 s and to bytes, so that sums in another order make no difference.
+        # Rounded to 1e-15 s and down to bytes: sums in another order make no difference.
         saving = [
-            [(round(t - row[0][0], 15), round(row[0][1] - h), j) for t, h, j in row] for row in rows
+            [(round(t - row[0][0], 15), floor(row[0][1] - h), j) for t, h, j in row] for row in rows
         ]
         self.order = sorted(range(len(rows)), key=lambda i: (_rate(saving[i]), saving[i], i))
         self.options = [saving[i] for i in self.order]
