@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.load.test_problem import chain
+from tests.load.tiny import native, placements, random_block_problem
 
 from devplace.errors import ProblemError
 from devplace.load import BlockProblem, block_latency, broken_rule, pieces, solve_latency
 from devplace.load.latency import make_block_graph
 from devplace.load.native import solvers_module
 from devplace.load.solve_latency import latency_bound
-from tests.load.test_problem import chain
-from tests.load.tiny import native, placements, random_block_problem
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.load.tiny import random_problem, slow_loads
 
 from devplace.errors import ProblemError
 from devplace.load import LoadProblem, broken_rule, held_bytes, loads
-from tests.load.tiny import random_problem, slow_loads
 
 
 def chain(**changes) -> LoadProblem:

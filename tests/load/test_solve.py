@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.load.test_problem import chain
+from tests.load.tiny import best_load, native, random_problem
 
 from devplace.errors import InputError, ProblemError
 from devplace.load import LoadProblem, broken_rule, loads, solve, solve_contiguous
 from devplace.load.bounds import count_bound, item_bound, quick_bound, work_bound
 from devplace.load.items import make_items
 from devplace.load.native import solvers_module
-from tests.load.test_problem import chain
-from tests.load.tiny import best_load, native, random_problem
 
 SEEDS = st.integers(0, 2**32 - 1)
 needs_exact = pytest.mark.skipif(
@@ -126,7 +126,9 @@ def _is_contiguous(problem: LoadProblem, device) -> bool:
     if any(len(set(of[items.block == b].tolist())) > 1 for b in items.block):
         return False
     used = sorted(set(of.tolist()))
-    pairs = {(int(of[a]), int(of[b])) for a, b in zip(items.before_src, items.before_dst, strict=True)}
+    pairs = {
+        (int(of[a]), int(of[b])) for a, b in zip(items.before_src, items.before_dst, strict=True)
+    }
     return any(
         all(order.index(a) <= order.index(b) for a, b in pairs)
         for order in itertools.permutations(used)
@@ -211,7 +213,10 @@ def test_a_hint_above_memory_is_repaired():
     ("changes", "reason"),
     [
         ({"num_cpus": 0, "memory_bytes": 2}, "all nodes hold 6 B and 2 accelerators have 4 B"),
-        ({"num_cpus": 0, "num_accelerators": 3, "memory_bytes": 2}, "node 2 and its class hold 3 B"),
+        (
+            {"num_cpus": 0, "num_accelerators": 3, "memory_bytes": 2},
+            "node 2 and its class hold 3 B",
+        ),
         ({"num_cpus": 0, "can_accelerate": [True, False, True]}, "node 1 or one of its class"),
         (
             {"num_cpus": 0, "color": [7, -1, 7], "memory_bytes": 3},
