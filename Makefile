@@ -32,7 +32,7 @@ NATIVE := CMakeLists.txt $(wildcard native/simulator/* native/load/*)
 help:
 	@sed -n 's/^#   make/make/p' Makefile
 
-demo: $(DONE)/package
+demo: $(DONE)/package $(DONE)/extras
 	@mkdir -p demo
 	$(BIN)/devplace compare nmt-4 --machine k40x4 --budget 30s -o demo/plan.json
 	@echo "The best plan is in demo/plan.json. Next: $(BIN)/devplace trace demo/plan.json -o demo/trace.json"
@@ -85,6 +85,15 @@ $(DONE)/package: pyproject.toml $(NATIVE) $(DONE)/torch
 	@$(PIP) --editable .
 	@$(BIN)/python -c 'from devplace.simulator import native_module as native; \
 	print("Native simulator:", "built" if native() else "not built (no C++ compiler?); the plain Python one is used")'
+	@touch $@
+
+# Nothing fails without them: the placers that need them say so.
+$(DONE)/extras: pyproject.toml $(DONE)/torch
+	@echo "Installing graph partitioners and a linear solver"
+	@$(BIN)/python -c 'import tomllib; \
+	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*extras["partition"], *extras["lp"], sep="\n")' > $@.txt
+	@$(PIP) -r $@.txt || echo "There are none for this platform; going on without"
 	@touch $@
 
 $(DONE)/test $(DONE)/lint $(DONE)/docs: $(DONE)/%: pyproject.toml $(DONE)/torch

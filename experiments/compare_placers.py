@@ -2,7 +2,8 @@
 
 Writes docs/results/compare_placers.json; tables are made from it by `tables.py`. The budget counts
 simulations, so that results do not depend on the speed of the computer. Placers without randomness
-run once. Run: `python experiments/compare_placers.py [--budget 4000ev] [--seeds 3]`.
+run once; one that does not support a problem has a row with the reason. Run:
+`python experiments/compare_placers.py [--budget 4000ev] [--seeds 3] [--placers all]`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MACHINES = ("k40x2", "k40x4", "k40x8", "h100x4")
 SEEDED = ("random", "search")
 
 
-def rows(name: str, budget: str, seeds: int) -> list[dict[str, Any]]:
+def rows(name: str, kinds: list[placers.Placer], budget: str, seeds: int) -> list[dict[str, Any]]:
     """Results of one workload on all machines."""
     begin = time.process_time()
     graph = capture_workload(name)
@@ -33,17 +34,18 @@ def rows(name: str, budget: str, seeds: int) -> list[dict[str, Any]]:
         machine = load_machine(machine_name)
         problem = Problem(graph, machine, Analytic()(graph, machine))
         bound = lower_bound(problem)
-        for kind in placers.ALL:
-            placer = kind()
+        for placer in kinds:
+            base = {"workload": name, "machine": machine_name, "placer": placer.name}
+            if reason := placer.supports(problem):
+                found.append({**base, "step_ns": None, "feasible": False, "reason": reason})
+                continue
             for seed in range(seeds if placer.name in SEEDED else 1):
                 result = placers.place(
                     problem, placer, budget, seed, allow_infeasible=True, bound=bound
                 )
                 found.append(
                     {
-                        "workload": name,
-                        "machine": machine_name,
-                        "placer": placer.name,
+                        **base,
                         "seed": seed,
                         "step_ns": result.step_ns,
                         "feasible": result.is_feasible,
@@ -55,8 +57,12 @@ def rows(name: str, budget: str, seeds: int) -> list[dict[str, Any]]:
                         "capture_cpu_s": round(capture_s, 1),
                     }
                 )
-        print(name, machine_name, {r["placer"]: r["step_ns"] for r in found[-11:]}, flush=True)
+        print(name, machine_name, _shown(found, machine_name), flush=True)
     return found
+
+
+def _shown(found: list[dict[str, Any]], machine: str) -> dict[str, int | None]:
+    return {row["placer"]: row["step_ns"] for row in found if row["machine"] == machine}
 
 
 def main() -> None:
@@ -65,10 +71,12 @@ def main() -> None:
     parser.add_argument("--budget", default="4000ev")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workloads", default=",".join(workloads.NAMES))
+    parser.add_argument("--placers", default=",".join(kind().name for kind in placers.ALL))
     options = parser.parse_args()
+    kinds = [placers.by_name(placer) for placer in options.placers.split(",")]
     data: dict[str, Any] = {"provenance": provenance(), "budget": options.budget, "rows": []}
     for name in options.workloads.split(","):
-        data["rows"] += rows(name, options.budget, options.seeds)
+        data["rows"] += rows(name, kinds, options.budget, options.seeds)
         write("compare_placers", data)
 
 

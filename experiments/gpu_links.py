@@ -40,7 +40,7 @@ def hop_us(push: Any, num_bytes: int) -> float:
     blocks = 1
     for me in range(2):  # compile
         with devices[me].current():
-            blocks = push(buffers[me], buffers[1 - me], flags[1 - me].counter(0))
+            blocks = push(buffers[me], buffers[1 - me], flags[1 - me].counter(0), flags[me].epoch)
             wait(flags[me], [1], 10**9)
     for me in range(2):
         torch.cuda.synchronize(me)
@@ -57,7 +57,7 @@ def hop_us(push: Any, num_bytes: int) -> float:
             for k in range(ROUNDS):
                 if me == 1:
                     wait(flags[1], [k], 10**9)
-                push(buffers[me], buffers[1 - me], flags[1 - me].counter(k))
+                push(buffers[me], buffers[1 - me], flags[1 - me].counter(k), flags[me].epoch)
                 if me == 0:
                     wait(flags[0], [k], 10**9)
             graph.capture_end()

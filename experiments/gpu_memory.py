@@ -59,7 +59,7 @@ def child(name: str, out: Path) -> None:
     for index, device in enumerate(machine.device_names):
         if device.startswith("cuda"):
             held[index] = per_gpu
-    costs = replace(Analytic()(graph, machine), held_bytes=held)
+    costs = replace(Analytic()(graph, machine), held_bytes=held, has_gaps=True)
     data: dict[str, Any] = {
         "model": name,
         "ops": len(graph.ops),

@@ -33,11 +33,14 @@ def compare_placers(data: dict[str, Any]) -> str:
         lines += [f"## {machine}", "", "| workload | " + " | ".join(names) + " | bound | gap |"]
         lines.append("|---" * (len(names) + 3) + "|")
         for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
-            found = [cells[machine, workload, name] for name in names]
+            found = [
+                [row for row in cells[machine, workload, name] if row["step_ns"] is not None]
+                for name in names
+            ]
             fitting = [rows for rows in found if rows and all(r["feasible"] for r in rows)]
             best = min(median(r["step_ns"] for r in rows) for rows in fitting)
-            bound = found[0][0]["lower_bound_ns"]
-            search = median(r["step_ns"] for r in found[-1])
+            bound = next(rows[0] for rows in found if rows)["lower_bound_ns"]
+            search = median(r["step_ns"] for r in found[names.index("search")])
             texts = [_cell(rows, best) for rows in found]
             lines.append(
                 f"| {workload} | "

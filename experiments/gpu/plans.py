@@ -143,7 +143,7 @@ class Bench:
             f" bound {result.bound.step_ns / 1e6:.2f}"
         )
         begin = time.perf_counter()
-        tried = [c for c in candidates(result, 1) if not c.is_single][:2]
+        tried = [c for c in candidates(result, 1) if not c.is_single][: self.options.best]
         for candidate in tried:
             self.measure(candidate.name, used, candidate.plan, result.bound.step_ns)
         seconds[f"confirm {used}"] = time.perf_counter() - begin
@@ -286,6 +286,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="2,4")
     parser.add_argument("--budget", default="30s")
     parser.add_argument("--placements", type=int, default=0)
+    parser.add_argument("--best", type=int, default=2, help="plans of a search to measure")
     parser.add_argument("--seconds", type=float, default=0.6)
     parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()

@@ -7,6 +7,7 @@
 #include <memory>
 #include <thread>
 
+#include "../search/anneal.hpp"
 #include "kernel.hpp"
 
 namespace nb = nanobind;
@@ -155,9 +156,120 @@ class Kernel {
                           to_numpy(pool_peak.data(), rows, P == 1 ? 1 : P), vector_to_numpy(moved));
   }
 
+  // Step times of moves of some tasks, each from the same placement, and what simulating them took.
+  nb::tuple moves(In<i32> device, In<i32> move_ptr, In<i32> move_task, In<i32> move_device,
+                  In<i64> cutoff) const {
+    check_devices(device, 1);
+    if (!core_.one_stream) throw nb::value_error("moves: devices must have one stream");
+    check_devices_of(move_device);
+    for (std::size_t j = 0; j < move_task.size(); ++j)
+      if (move_task.data()[j] < 0 || move_task.data()[j] >= core_.num_tasks)
+        throw nb::value_error("moves: task out of range");
+    if (cutoff.size() + 1 != move_ptr.size() || move_task.size() != move_device.size())
+      throw nb::value_error("moves: wrong size");
+    const std::size_t count = cutoff.size();
+    for (std::size_t k = 0; k < count; ++k)
+      if (move_ptr.data()[k] < 0 || move_ptr.data()[k] > move_ptr.data()[k + 1])
+        throw nb::value_error("moves: pointers must rise");
+    if (move_ptr.data()[count] != static_cast<i32>(move_task.size()))
+      throw nb::value_error("moves: wrong size");
+    std::vector<i64> found(count);
+    i64 events = 0;
+    {
+      nb::gil_scoped_release release;
+      Incremental incremental(core_);
+      incremental.reset(std::vector<i32>(device.data(), device.data() + device.size()), nullptr);
+      std::vector<std::pair<i32, i32>> moved;
+      const i64 before = incremental.num_events();
+      for (std::size_t k = 0; k < count; ++k) {
+        moved.clear();
+        for (i32 j = move_ptr.data()[k]; j < move_ptr.data()[k + 1]; ++j)
+          moved.push_back({move_task.data()[j], move_device.data()[j]});
+        found[k] = incremental.try_move(moved, cutoff.data()[k]);
+        incremental.reject();
+      }
+      events = incremental.num_events() - before;
+    }
+    return nb::make_tuple(vector_to_numpy(found), events);
+  }
+
+  // Annealing from each row of `starts`; `space` and `settings` are records of Python.
+  nb::tuple anneal(nb::object space, nb::object settings, In<i32> starts, In<i64> priorities,
+                   In<i64> seeds, int threads) const {
+    Space shared = space_of(space);
+    const std::size_t K = seeds.size(), G = shared.num_groups, N = core_.num_tasks;
+    if (starts.size() != K * G) throw nb::value_error("starts: wrong size");
+    check_devices_of(starts);
+    if (priorities.size()) check_priorities(priorities, K);
+    Settings common;
+    common.heat = nb::cast<double>(settings.attr("heat"));
+    common.chain_share = nb::cast<double>(settings.attr("chain_share"));
+    common.fresh_share = nb::cast<double>(settings.attr("fresh_share"));
+    common.most_evaluations = nb::cast<i64>(settings.attr("most_evaluations"));
+    common.patience = nb::cast<i64>(settings.attr("patience"));
+    common.seconds = nb::cast<double>(settings.attr("seconds"));
+    std::vector<Found> found(K);
+    {
+      nb::gil_scoped_release release;
+      const int count = std::max(1, std::min<int>(threads, static_cast<int>(K)));
+      common.seconds /= static_cast<double>((K + count - 1) / count);  // chains take turns
+      std::atomic<std::size_t> next{0};
+      auto work = [&] {
+        for (std::size_t k; (k = next++) < K;) {
+          Settings own = common;
+          own.seed = static_cast<std::uint64_t>(seeds.data()[k]);
+          found[k] = Chain(shared, own)
+                         .run(starts.data() + k * G, priorities.size() ? priorities.data() + k * N : nullptr);
+        }
+      };
+      std::vector<std::thread> pool;
+      for (int t = 1; t < count; ++t) pool.emplace_back(work);
+      work();
+      for (auto& thread : pool) thread.join();
+    }
+    std::vector<i32> groups;
+    std::vector<i64> priority, step, overflow, evaluations;
+    for (const Found& one : found) {
+      groups.insert(groups.end(), one.groups.begin(), one.groups.end());
+      priority.insert(priority.end(), one.priority.begin(), one.priority.end());
+      step.push_back(one.step);
+      overflow.push_back(one.overflow);
+      evaluations.push_back(one.evaluations);
+    }
+    return nb::make_tuple(to_numpy(groups.data(), groups.size(), 1), vector_to_numpy(priority),
+                          vector_to_numpy(step), vector_to_numpy(overflow), vector_to_numpy(evaluations));
+  }
+
  private:
+  Space space_of(const nb::object& space) const {
+    Space s;
+    s.core = &core_;
+    s.task_group = copy<i32>(space, "task_group");
+    s.target = copy<i32>(space, "target");
+    s.group_class = copy<i32>(space, "group_class");
+    s.class_ptr = copy<i32>(space, "class_ptr");
+    s.class_groups = copy<i32>(space, "class_groups");
+    s.class_weight = copy<double>(space, "class_weight");
+    s.devices = copy<i32>(space, "devices");
+    s.limit_bytes = copy<i64>(space, "limit_bytes");
+    s.pool_limit_bytes = copy<i64>(space, "pool_limit_bytes");
+    s.tracks_memory = nb::cast<bool>(space.attr("tracks_memory"));
+    s.num_groups = static_cast<i32>(s.group_class.size());
+    s.num_classes = static_cast<i32>(s.class_weight.size());
+    std::vector<std::vector<i32>> tasks(s.num_groups);
+    for (i32 v = 0; v < core_.num_tasks; ++v) tasks[s.task_group[v]].push_back(v);
+    s.group_ptr.push_back(0);
+    for (const auto& row : tasks) {
+      s.group_tasks.insert(s.group_tasks.end(), row.begin(), row.end());
+      s.group_ptr.push_back(static_cast<i32>(s.group_tasks.size()));
+    }
+    return s;
+  }
   void check_devices(const In<i32>& devices, std::size_t rows) const {
     if (devices.size() != rows * core_.num_tasks) throw nb::value_error("devices: wrong size");
+    check_devices_of(devices);
+  }
+  void check_devices_of(const In<i32>& devices) const {
     for (std::size_t i = 0; i < devices.size(); ++i)
       if (devices.data()[i] < 0 || devices.data()[i] >= core_.num_devices)
         throw nb::value_error("devices: index out of range");
@@ -178,5 +290,9 @@ NB_MODULE(_native, m) {
       .def("priority", &Kernel::priority, nb::arg("device"))
       .def("trace", &Kernel::trace, nb::arg("device"), nb::arg("priority"))
       .def("evaluate", &Kernel::evaluate, nb::arg("devices"), nb::arg("priorities"),
-           nb::arg("track_memory"), nb::arg("threads"));
+           nb::arg("track_memory"), nb::arg("threads"))
+      .def("moves", &Kernel::moves, nb::arg("device"), nb::arg("move_ptr"), nb::arg("move_task"),
+           nb::arg("move_device"), nb::arg("cutoff"))
+      .def("anneal", &Kernel::anneal, nb::arg("space"), nb::arg("settings"), nb::arg("starts"),
+           nb::arg("priorities"), nb::arg("seeds"), nb::arg("threads"));
 }

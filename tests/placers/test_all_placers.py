@@ -14,6 +14,7 @@ from devplace.testing import TinyProblem, brute_force, check_placer, tiny_proble
 
 PLACERS = [placer() for placer in ALL]
 TINY = tiny_problems()
+CONTAINED = ("single", "cpu", "even", "layers", "data-parallel", "greedy", "topo", "heft", "etf")
 
 
 @pytest.mark.parametrize("placer", PLACERS, ids=lambda placer: placer.name)
@@ -76,14 +77,15 @@ def test_s67_small_graphs_are_solved_exactly(seed: int, num_ops: int, devices: i
 def test_search_is_never_worse_than_another_placer(seed: int, num_ops: int, devices: int) -> None:
     """At the same evaluation budget the search fits where another placer fits, as fast or faster.
 
-    Random placements are left out: they are no plan anyone would make by hand.
+    These are the placers it starts from. Random placements and the published heuristics are not
+    among them.
     """
     problem = random_problem(seed, num_ops, devices)
     budget, bound = Budget(evaluations=400), lower_bound(problem)
     found = place(problem, Search(), budget, seed, allow_infeasible=True, bound=bound)
     key = (sum(found.timeline.missing_bytes.values()), found.step_ns)
     for placer in PLACERS:
-        if placer.name in ("search", "random") or placer.supports(problem):
+        if placer.name not in CONTAINED or placer.supports(problem):
             continue
         other = place(problem, placer, budget, seed, allow_infeasible=True, bound=bound)
         assert key <= (sum(other.timeline.missing_bytes.values()), other.step_ns), placer.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +71,7 @@ def test_s11_json_says_what_lacks() -> None:
         "inputs_bytes": 100,
         "receive_buffers_bytes": 0,
         "work_buffers_bytes": 0,
+        "gaps_bytes": 0,
         "peak_bytes": 5104,
         "limit_bytes": 5000,
         "peak_ns": 6 * OP_NS,
@@ -81,3 +84,17 @@ def test_memory_table_is_readable_at_80_columns() -> None:
     text = rendered(memory_table(placed(problem).timeline), 80)
     assert "lacks 104 B" in text
     assert "…" not in text
+
+
+def test_gaps_are_a_part_of_their_own() -> None:
+    """What torch reserves beyond what is in use is shown where the costs say that it does."""
+    problem = make_problem(chain_graph(2), machine(1))
+    problem = replace(problem, costs=replace(problem.costs, has_gaps=True))
+    timeline = placed(problem).timeline
+    (row,) = memory_rows(timeline)
+    assert row.parts["gaps"] == timeline.gap_bytes[0] > 0
+    assert (
+        row.peak_bytes == timeline.peak_bytes[0] == timeline.run.peak_bytes[0] + row.parts["gaps"]
+    )
+    assert row.peak_ns == 6 * OP_NS
+    assert "gaps" in rendered(memory_table(timeline), 100)

@@ -154,8 +154,10 @@ def test_a_producer_that_never_signals_is_named() -> None:
     """A tensor that does not come ends the step in an error that names it, not in a hang."""
     from devplace.run.cuda.push import push
 
-    def silent(source: Any, buffer: Any, flag: Any) -> int:
-        return push(source, buffer, flag) if not torch.cuda.is_current_stream_capturing() else 1
+    def silent(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
+        return (
+            push(source, buffer, flag, epoch) if not torch.cuda.is_current_stream_capturing() else 1
+        )
 
     executor = executor_of(2, "random", push=silent, wait_limit_s=0.2)
     with pytest.raises(ExecutionError, match=r"Transfer of tensor '.*' .* did not arrive"):

@@ -258,8 +258,10 @@ def test_a_late_tensor_is_named_with_producer_and_consumer() -> None:
     """A producer that never signals: the error names tensor and both ops; another step runs."""
     from devplace.run.cuda.push import push
 
-    def silent(source: Any, buffer: Any, flag: Any) -> int:
-        return push(source, buffer, flag) if not torch.cuda.is_current_stream_capturing() else 1
+    def silent(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
+        return (
+            push(source, buffer, flag, epoch) if not torch.cuda.is_current_stream_capturing() else 1
+        )
 
     executor = executor_of(2, push=silent, wait_limit_s=0.2)
     with pytest.raises(LateTensorError, match=r"made by '.*'\) to cuda:. \(read by '"):

@@ -66,7 +66,7 @@ def test_a_probe_gives_its_memory_back() -> None:
 def test_wrong_data_by_the_kernel_is_found() -> None:
     """One wrong word in large tensors of one direction is told, and only that pair is off."""
 
-    def faulty(source: Any, buffer: Any, flag: Any) -> int:
+    def faulty(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
         blocks = push_by_kernel(source, buffer, flag)
         if is_first(source, buffer) and buffer.numel() > 10_000:
             torch.cuda.current_stream(source.device).synchronize()
@@ -89,12 +89,12 @@ def test_wrong_data_by_the_kernel_is_found() -> None:
 def test_a_push_that_never_signals_ends() -> None:
     """The wait gives up, the pair is reported, and the other direction is measured."""
 
-    def silent(source: Any, buffer: Any, flag: Any) -> int:
+    def silent(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
         if is_first(source, buffer):
             torch.cuda.current_stream(source.device)
             buffer.copy_(source)
             return 1
-        return push_by_engine(source, buffer, flag)
+        return push_by_engine(source, buffer, flag, epoch)
 
     report = probe_two(push_engine=silent)
     (pair,) = report.faulty

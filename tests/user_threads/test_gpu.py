@@ -267,10 +267,10 @@ def test_s53_a_link_that_changes_data_is_found(monkeypatch: pytest.MonkeyPatch) 
         wrong.view(-1)[:1].add_(1e-3)
         return wrong
 
-    def push(source: Any, buffer: Any, flag: Any) -> int:
+    def push(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
         from devplace.run.cuda.push import push
 
-        return push(changed(source), buffer, flag)
+        return push(changed(source), buffer, flag, epoch)
 
     def run(**faulty: Any) -> None:
         check(graph, model, optimizer, batch, *placed, gpus.names(2), **faulty)

@@ -57,7 +57,7 @@ def test_s53_the_probe_finds_a_link_that_changes_data() -> None:
     from devplace.run.cuda.probe import CudaBench
     from devplace.run.cuda.push import push_by_kernel
 
-    def push(source: Any, buffer: Any, flag: Any) -> int:
+    def push(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
         wrong = source.device.index == 0 and source.numel() * source.element_size() >= MIB
         if wrong:
             source = source.clone()

@@ -10,6 +10,7 @@ the measured times of large transfers.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,7 +109,11 @@ def _calibrated(link: Link, by: Calibration) -> Link:
 
 
 def fit(
-    observations: Sequence[Observation], start: Calibration, seed: int = 0, rounds: int = ROUNDS
+    observations: Sequence[Observation],
+    start: Calibration,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    seconds: float = math.inf,
 ) -> Calibration:
     """The constants that predict measured steps best, in root mean square of log(predicted /
     measured).
@@ -118,6 +123,7 @@ def fit(
         start: Where to begin; no constant changes by more than a factor of MOST_CHANGE.
         seed: Of the random search.
         rounds: Constants tried; each takes one simulation per step.
+        seconds: After which no more are tried, s.
 
     Raises:
         InputError: Too few steps.
@@ -128,8 +134,11 @@ def fit(
             "Run more plans."
         )
     rng = np.random.default_rng(seed)
+    until = time.monotonic() + seconds
     best, errors = start, _log_errors(observations, start)
     for done in range(rounds):
+        if time.monotonic() >= until:
+            break
         spread = SPREAD * (1 - done / rounds) + 0.05
         tried = _changed(best, start, rng, spread)
         found = _log_errors(observations, tried)

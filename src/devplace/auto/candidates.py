@@ -9,7 +9,7 @@ from devplace.placers import Result
 from devplace.placers.even import even_split
 from devplace.placers.groups import accelerators
 from devplace.placers.modules import module_chain
-from devplace.placers.place import with_priority
+from devplace.placers.rounds import with_priority
 from devplace.placers.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem

@@ -93,6 +93,12 @@ def search(
     return found
 
 
+def _notes(searches: Sequence[Searched]) -> tuple[str, ...]:
+    results = [searched.result for searched in searches]
+    found = [note for r in results for note in (*r.timeline.problem.notes, *r.notes)]
+    return tuple(dict.fromkeys(found))
+
+
 def choose(
     searches: Sequence[Searched],
     arguments: tuple[Any, Any, Any, Any],
@@ -112,7 +118,7 @@ def choose(
     Raises:
         ExecutionError: None of them ran.
     """
-    notes = tuple(dict.fromkeys(n for s in searches for n in s.result.timeline.problem.notes))
+    notes = _notes(searches)
     if measurer is None:
         best = sorted(searches, key=lambda s: s.result.step_ns)
         ranked = [(Candidate(s.prefix + s.result.placer, s.result.plan), s.graph) for s in best]
@@ -128,7 +134,7 @@ def choose(
     )
     graph_of = {id(candidate): trial.graph for candidate, trial in trials}
     _ = confirmation.best  # raises if nothing ran
-    _learn(confirmation, searches, graph_of, tell)
+    _learn(confirmation, searches, graph_of, clock, tell)
     ranked = [(row.candidate, graph_of[id(row.candidate)]) for row in confirmation.ranked]
     return Choice(tuple(ranked), confirmation, notes)
 
@@ -137,6 +143,7 @@ def _learn(
     confirmation: Confirmation,
     searches: Sequence[Searched],
     graph_of: Mapping[int, OpGraph],
+    clock: Clock,
     tell: Tell,
 ) -> None:
     """Calibrate this machine with what was measured, the first time."""
@@ -147,7 +154,7 @@ def _learn(
         return
     tell("calibrating the machine")
     pairs = [(row, problems[id(graph_of[id(row.candidate)])]) for row in confirmation.rows]
-    learn(probed_machine(first.machine), pairs, HOPPER)
+    learn(probed_machine(first.machine), pairs, HOPPER, clock.left_s)
 
 
 def _trials(searches: Sequence[Searched], arguments: tuple[Any, Any, Any, Any]) -> list[_Pair]:

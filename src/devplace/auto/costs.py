@@ -42,7 +42,7 @@ def price(graph: OpGraph, machine: Machine, skip: Sequence[str] = ()) -> CostTab
 
     held = held_bytes(gpus[0])
     per_device = [held if device.kind == "gpu" else 0 for device in machine.devices]
-    return replace(table, held_bytes=np.array(per_device, np.int64))
+    return replace(table, held_bytes=np.array(per_device, np.int64), has_gaps=True)
 
 
 def measured_machine(machine: Machine) -> Machine:

@@ -14,6 +14,7 @@ from devplace.problem import Problem
 
 KIND = "calibration"
 ROUNDS = 20
+LEAST_SECONDS, MOST_SECONDS = 2.0, 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +34,10 @@ def kept_calibration(machine: Machine) -> Calibration | None:
 
 
 def learn(
-    probed: Machine, measured: Sequence[tuple[Row, Problem]], start: Calibration
+    probed: Machine,
+    measured: Sequence[tuple[Row, Problem]],
+    start: Calibration,
+    seconds: float = MOST_SECONDS,
 ) -> Calibration | None:
     """Fit the machine's constants to measured plans and keep them, unless some are kept already.
 
@@ -41,11 +45,12 @@ def learn(
         probed: The machine as probed, not calibrated.
         measured: Plans that were run, with the problems they solve.
         start: The constants they were predicted with.
+        seconds: How long it may take, about, s.
 
     Returns:
         The new constants, if there were enough plans and these predict them better.
     """
-    if kept_calibration(probed) is not None:
+    if seconds < LEAST_SECONDS or kept_calibration(probed) is not None:
         return None
     steps = [
         Observation(
@@ -64,7 +69,7 @@ def learn(
     ]
     if len(steps) < LEAST_STEPS:
         return None
-    found = fit(steps, start, rounds=ROUNDS)
+    found = fit(steps, start, rounds=ROUNDS, seconds=min(seconds, MOST_SECONDS))
     if found.median_error >= fit(steps, start, rounds=0).median_error:
         return None
     from devplace.run.probe import probe_key

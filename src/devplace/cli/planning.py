@@ -104,7 +104,7 @@ class PlanOutcome:
             "gap": self.result.gap,
             "single_ns": best_single(self.session.problem).makespan_ns,
             "memory": memory_json(self.result.timeline),
-            "notes": list(self.session.problem.notes),
+            "notes": [*self.session.problem.notes, *self.result.notes],
             "plan": str(self.outputs.plan)
             if self.outputs.plan and self.result.is_feasible
             else None,
@@ -127,7 +127,7 @@ class PlanOutcome:
 
         click.echo(plan_summary(self.result))
         Console().print(memory_table(self.result.timeline))
-        for note in self.session.problem.notes:
+        for note in (*self.session.problem.notes, *self.result.notes):
             click.echo(f"note: {note}")
         if self.confirmation is not None:
             for line in (self.confirmation.verdict(), *self.confirmation.lines()):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from devplace.cost.analytic import Analytic
 from devplace.cost.cache import TimingCache, cache_folder
+from devplace.cost.order import likely_order
 from devplace.cost.signature import OpCall, op_calls
 from devplace.cost.table import CostModel, CostTable
 from devplace.errors import CacheError
@@ -64,7 +65,8 @@ class Profiled:
         table = self.base(graph, machine)
         if graph.program is None:
             return table
-        calls = op_calls(graph)
+        fast = [column for column, device in enumerate(machine.devices) if device.kind == "gpu"]
+        calls = op_calls(graph, likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist()))
         compute_ns, workspace = table.compute_ns.copy(), _workspaces(graph)
         notes: list[str] = []
         done: dict[str, tuple[I64, I64]] = {}

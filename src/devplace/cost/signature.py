@@ -5,7 +5,7 @@ Reads FX graphs but does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from devplace.graph import OpGraph
@@ -49,14 +49,16 @@ class OpCall(NamedTuple):
     key: str
 
 
-def op_calls(graph: OpGraph) -> dict[int, OpCall]:
+def op_calls(graph: OpGraph, order: Sequence[int] = ()) -> dict[int, OpCall]:
     """The call of every op that does some work, by op index.
 
     Args:
         graph: A captured step, with its program.
+        order: In which order they are run, about, which decides what a cache still holds; default:
+            that of the trace.
     """
     program = graph.program
-    reuse = _Reuse(graph)
+    reuse = _Reuse(graph, order or range(len(graph.ops)))
     calls: dict[int, OpCall] = {}
     for node in program.module.graph.nodes:
         if node.op != "call_function" or node.name not in program.op_of:
@@ -110,9 +112,9 @@ DEVICE = _Device()
 
 
 class _Reuse:
-    """How much other memory was touched since each storage was, in trace order."""
+    """How much other memory was touched since each storage was."""
 
-    def __init__(self, graph: OpGraph) -> None:
+    def __init__(self, graph: OpGraph, order: Sequence[int]) -> None:
         self._graph = graph
         root = list(range(len(graph.tensors)))
         for op in graph.ops:
@@ -122,7 +124,8 @@ class _Reuse:
         self._seen: dict[int, int] = {}
         self._touched = 0
         self._cold: dict[int, frozenset[int]] = {}
-        for index, op in enumerate(graph.ops):
+        for index in order:
+            op = graph.ops[index]
             if not op.is_view and not op.is_source:
                 self._cold[index] = self._step(op.inputs, op.outputs)
 

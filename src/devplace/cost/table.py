@@ -24,6 +24,8 @@ class CostTable:
             tells. int64, shape `[V]`, or None.
         held_bytes: What a step holds of every device it uses beside its tensors: work buffers of
             libraries, flags. int64, shape `[D]`, or None for nothing.
+        has_gaps: Whether tensors of GPUs come out of torch's heaps, so that the peaks of
+            finished plans include the gaps there (`Timeline.gap_bytes`).
         notes: What the user should know of these numbers.
     """
 
@@ -31,6 +33,7 @@ class CostTable:
     origin: str
     workspace_bytes: NDArray[np.int64] | None = None
     held_bytes: NDArray[np.int64] | None = None
+    has_gaps: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -5,12 +5,20 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
 from devplace.placers.even import Even, Topo
+from devplace.placers.expert import Expert
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
 from devplace.placers.layers import Layers
+from devplace.placers.m_etf import MEtf
+from devplace.placers.m_sct import MSct
+from devplace.placers.m_topo import MTopo
+from devplace.placers.mayer import Mayer
+from devplace.placers.mincut import MinCut, MinCutRepaired
+from devplace.placers.pipedream import PipeDream
 from devplace.placers.place import Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
+from devplace.placers.scotch import Scotch, ScotchRepaired
 from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
 
@@ -19,11 +27,21 @@ ALL: tuple[type[Placer], ...] = (
     Cpu,
     Even,
     Layers,
+    Expert,
     DataParallel,
     Greedy,
     Topo,
     Heft,
     Etf,
+    MTopo,
+    MEtf,
+    MSct,
+    Mayer,
+    PipeDream,
+    Scotch,
+    ScotchRepaired,
+    MinCut,
+    MinCutRepaired,
     Random,
     Search,
 )
@@ -36,13 +54,23 @@ __all__ = [
     "Etf",
     "Evaluator",
     "Even",
+    "Expert",
     "Greedy",
     "Heft",
     "Layers",
+    "MEtf",
+    "MSct",
+    "MTopo",
+    "Mayer",
+    "MinCut",
+    "MinCutRepaired",
+    "PipeDream",
     "Placer",
     "Random",
     "Result",
     "Score",
+    "Scotch",
+    "ScotchRepaired",
     "Search",
     "Single",
     "Topo",

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,7 @@ class Evaluator:
         self._progress = progress
         self.problem = problem
         self.budget = budget
-        self.kernel = make_kernel(problem.core)
+        self.kernel: Any = make_kernel(problem.core)
         self.num_evaluations = 0
         self.history: list[tuple[int, float, int]] = []
         self.runners_up = RunnersUp()
@@ -145,6 +146,27 @@ class Evaluator:
         if self._progress is not None:
             self._progress(self.fraction_spent)
         return step, overflow
+
+    def anneal(
+        self, space: Any, settings: Any, starts: I32, priorities: I64 | None, seeds: I64
+    ) -> list[tuple[I32, I64, int, int]]:
+        """Let native chains anneal (`explore.Explorer`); counts and remembers as `batch` does.
+
+        Returns:
+            Per chain: devices of groups `[G]`, priorities of tasks `[N]`, step time, bytes over
+            the limits.
+        """
+        groups, priority, step, overflow, made = self.kernel.anneal(
+            space, settings, starts, priorities, seeds, self.threads
+        )
+        self.num_evaluations += int(made.sum())
+        self._remember(step, overflow, groups[:, self.problem.core.tasks.group], priority)
+        if self._progress is not None:
+            self._progress(self.fraction_spent)
+        return [
+            (groups[k].copy(), priority[k].copy(), int(step[k]), int(overflow[k]))
+            for k in range(len(step))
+        ]
 
     @property
     def best(self) -> Placement | None:

@@ -16,9 +16,13 @@ class MemoryLedger:
     A group's sources are charged when its device is decided; an op's outputs when it is scheduled,
     until all their readers are scheduled; a copy on another device likewise, unless receive buffers
     are kept there. This follows the schedule, not the clock: the simulator has the last word.
+
+    Args:
+        problem: What is placed.
+        group: Which tasks are placed together; the colocation groups by default. `[N]`
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, group: I32 | None = None) -> None:
         tasks = problem.core.tasks
         self._tasks = tasks
         wires = problem.core.wires
@@ -39,14 +43,14 @@ class MemoryLedger:
         self._home = [-1] * len(self._storage_bytes)
         self._copies: dict[tuple[int, int], int] = {}
         self._left = readers.tolist()
-        self.group_bytes = self._source_bytes()
+        self.group_bytes = self._source_bytes(tasks.group if group is None else group)
 
-    def _source_bytes(self) -> list[int]:
+    def _source_bytes(self, group: I32) -> list[int]:
         tasks = self._tasks
-        total = [0] * tasks.num_groups
+        total = [0] * (int(group.max(initial=-1)) + 1)
         for task in np.flatnonzero(tasks.is_source):
             for storage in range(tasks.storage_ptr[task], tasks.storage_ptr[task + 1]):
-                total[tasks.group[task]] += int(tasks.storage_bytes[storage])
+                total[group[task]] += int(tasks.storage_bytes[storage])
         return total
 
     def need(self, task: int, device: int) -> int:

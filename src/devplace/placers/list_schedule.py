@@ -22,19 +22,24 @@ class ListSchedule:
     Args:
         problem: What is placed.
         contention: Whether transfers wait for their channels.
+        group: Which tasks are placed together: unions of colocation groups that some device can
+            run; the colocation groups by default. `[N]`
     """
 
-    def __init__(self, problem: Problem, contention: bool) -> None:
+    def __init__(
+        self, problem: Problem, contention: bool, group: NDArray[np.int32] | None = None
+    ) -> None:
         tasks, wires = problem.core.tasks, problem.core.wires
         self.problem = problem
-        self.ledger = MemoryLedger(problem)
+        joined = tasks.group if group is None else group
+        self.ledger = MemoryLedger(problem, joined)
         self.num_tasks = tasks.num_tasks
         self.num_devices = problem.core.num_devices
         self.is_source = tasks.is_source.tolist()
-        self.group = tasks.group.tolist()
+        self.group = joined.tolist()
         self.duration = wires.duration_ns.tolist()
         self.finish = [0] * self.num_tasks
-        self.allowed = [set(np.flatnonzero(row).tolist()) for row in problem.allowed]
+        self.allowed = _allowed(problem, joined)
         self.group_device = [next(iter(a)) if len(a) == 1 else -1 for a in self.allowed]
         self._in_ptr, self._in = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
         self._out_ptr = tasks.out_ptr.tolist()
@@ -48,10 +53,10 @@ class ListSchedule:
         self._lane_free: list[int] = [0] * (2 * self.num_devices**2)
         self._queues: list[list[int]] = wires.queues.tolist()
         self._arrival: dict[tuple[int, int], int] = {}
-        self._charged = [False] * tasks.num_groups
-        for group, device in enumerate(self.group_device):
+        self._charged = [False] * len(self.allowed)
+        for decided, device in enumerate(self.group_device):
             if device >= 0:
-                self._charge(group, device)
+                self._charge(decided, device)
 
     def makers(self, task: int) -> list[int]:
         """Tasks this one reads from, with repeats."""
@@ -150,8 +155,28 @@ class ListSchedule:
     def placement(self) -> Placement:
         """The finished placement; groups nobody decided go where they are allowed."""
         default = self.problem.usable_devices[0]
-        wish = np.array([d if d >= 0 else default for d in self.group_device], np.int32)
+        wish = np.full(self.problem.core.tasks.num_groups, default, np.int32)
+        for own, group in zip(self.problem.core.tasks.group, self.group, strict=True):
+            wish[own] = self.group_device[group] if self.group_device[group] >= 0 else default
         return Placement(op_devices(self.problem, legal(self.problem, wish)))
+
+
+def _allowed(problem: Problem, group: NDArray[np.int32]) -> list[set[int]]:
+    """Devices that all tasks of a group may go to."""
+    allowed = np.ones((int(group.max(initial=-1)) + 1, len(problem.machine.devices)), bool)
+    np.logical_and.at(allowed, group, problem.allowed[problem.core.tasks.group])
+    return [set(np.flatnonzero(row).tolist()) for row in allowed]
+
+
+def mean_transfer_ns(problem: Problem, devices: list[int]) -> F64:
+    """Mean time each carrier takes between two of `devices`, 0 within one. `[T]`"""
+    tasks, wires = problem.core.tasks, problem.core.wires
+    mean = np.zeros(len(tasks.carrier_bytes))
+    for d in devices:
+        for e in devices:
+            if d != e:
+                mean += wires.transfer_ns[wires.link_class[d, e]] + wires.latency_ns[d, e]
+    return mean / max(1, len(devices) ** 2)
 
 
 def upward_rank(problem: Problem, devices: list[int]) -> F64:
@@ -162,11 +187,7 @@ def upward_rank(problem: Problem, devices: list[int]) -> F64:
     """
     tasks, wires = problem.core.tasks, problem.core.wires
     duration = wires.duration_ns[:, devices].mean(axis=1).tolist()
-    pairs = [(d, e) for d in devices for e in devices if d != e]
-    mean = np.zeros(len(tasks.carrier_bytes))
-    for d, e in pairs:
-        mean += wires.transfer_ns[wires.link_class[d, e]] + wires.latency_ns[d, e]
-    transfer = (mean / max(1, len(devices) ** 2)).tolist()
+    transfer = mean_transfer_ns(problem, devices).tolist()
     out_ptr, cons_ptr = tasks.out_ptr.tolist(), tasks.cons_ptr.tolist()
     cons = tasks.cons.tolist()
     rank = [0.0] * tasks.num_tasks

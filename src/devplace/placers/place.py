@@ -6,20 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Evaluator
 from devplace.placers.placer import Placer
+from devplace.placers.rounds import search
 from devplace.placers.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
-from devplace.simulator import Timeline, make_kernel, simulate
+from devplace.simulator import Timeline, simulate
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import format_bytes
-
-MOST_RUNNERS_UP = 6
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,7 @@ class Result:
         bound: Lower bounds of the problem.
         is_interrupted: Whether the placer was stopped by Ctrl-C; this is the best it had found.
         runners_up: The best other feasible placements it saw that differ in kind, fastest first.
+        notes: What the user should know of the search.
     """
 
     placement: Placement = field(repr=False)
@@ -51,6 +48,7 @@ class Result:
     bound: LowerBound
     is_interrupted: bool = False
     runners_up: tuple[Placement, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def step_ns(self) -> int:
@@ -84,7 +82,8 @@ def place(
     Args:
         problem: What is placed.
         placer: Who places it.
-        budget: Budget, or text such as `30s` or `2000ev`; 30 s by default.
+        budget: Budget, or text such as `30s` or `2000ev`; 30 s by default. Spent again, up to
+            twice, where gaps between tensors make the found placement too large (`search`).
         seed: Seed of all randomness. The same seed and evaluations give the same plan.
         request: How the problem came about (model, machine ...), kept in the plan.
         allow_infeasible: Return the best placement even if it breaks a memory limit.
@@ -112,20 +111,8 @@ def place(
     bound = bound or lower_bound(problem)
     if bound.is_infeasible and not allow_infeasible:
         raise _no_room(problem, bound)
-    evaluate = Evaluator(problem, budget, progress=progress)
-    interrupted = False
-    try:
-        placement = placer(problem, evaluate, np.random.default_rng(seed))
-    except KeyboardInterrupt:
-        if evaluate.best is None:
-            raise
-        placement, interrupted = evaluate.best, True
-    seconds = evaluate.seconds
-    broken = problem.violations(placement)
-    if broken:
-        raise AssertionError(f"placer {placer.name} broke a demand: {broken[0]}")
-    placement = with_priority(problem, placement)
-    timeline = simulate(problem, placement)
+    found = search(problem, placer, budget, seed, progress)
+    placement, timeline = found.placement, found.timeline
     if not timeline.is_feasible and not allow_infeasible:
         raise infeasible(timeline, placer.name)
     made = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
@@ -137,22 +124,14 @@ def place(
         plan,
         placer.name,
         seed,
-        max(1, evaluate.num_evaluations),  # the plan itself is simulated in any case
-        seconds,
-        tuple(evaluate.history),
+        found.evaluations,
+        found.seconds,
+        found.history,
         bound,
-        interrupted,
-        evaluate.next_best(MOST_RUNNERS_UP),
+        found.is_interrupted,
+        found.runners_up,
+        found.notes,
     )
-
-
-def with_priority(problem: Problem, placement: Placement) -> Placement:
-    """The placement with explicit priorities: its own, or critical-path ones."""
-    if placement.priority is not None:
-        return placement
-    device = problem.task_devices(placement)
-    priority = make_kernel(problem.core).priority(device)
-    return Placement(placement.devices, problem.op_priority(priority))
 
 
 def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:

@@ -15,6 +15,7 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.even import Topo, even_split, shares
+from devplace.placers.explore import UNLIMITED, Explorer, Schedule
 from devplace.placers.greedy import Greedy
 from devplace.placers.groups import (
     accelerators,
@@ -32,6 +33,10 @@ from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]
 F64 = NDArray[np.float64]
+
+# Moves of a native chain without improvement after which it ends.
+PATIENCE = 20_000
+MOST_CHAINS = 16
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,81 @@ class Search:
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
         self._exhaust(annealer)
-        everything = list(problem.usable_devices)
         fast = accelerators(problem)
+        everything = list(problem.usable_devices)
         devices = fast if starts[0].overflow_bytes == 0 else everything
         levels = self._levels(problem)
+        if Explorer.is_possible(evaluate):
+            self._explore(annealer, starts, levels, devices, rng)
+        else:
+            self._anneal(annealer, starts, levels, devices, rng)
+        best = annealer.best
+        placement = Placement(op_devices(problem, best.groups))
+        if best.priority is None:
+            return placement
+        return Placement(placement.devices, problem.op_priority(best.priority))
+
+    def _explore(
+        self,
+        annealer: Annealer,
+        starts: list[Best],
+        levels: list[Classes],
+        devices: list[int],
+        rng: np.random.Generator,
+    ) -> None:
+        """Native chains from coarse to fine, then the order and the critical path in turn."""
+        evaluate, everything = annealer.evaluate, list(annealer.problem.usable_devices)
+        chains = self.width
+        if evaluate.budget.evaluations is None:  # then nobody counts on the same plan everywhere
+            chains = max(chains, min(MOST_CHAINS, evaluate.threads))
+        explorer = Explorer(annealer.problem, evaluate, rng, chains)
+        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
+
+        def run(
+            level: Classes,
+            begins: list[Best],
+            where: list[int],
+            until: float,
+            heat: float,
+            chain_share: float,
+        ) -> list[Best]:
+            most = UNLIMITED if limited else 40 * PATIENCE
+            schedule = Schedule(heat, chain_share, most, PATIENCE, 0.0)
+            found = explorer.run(level, begins, where, until, schedule)
+            if found[0].key < annealer.best.key:
+                annealer.best = found[0]
+            return found
+
+        evaluate.runners_up.heading = "start"
+        found = run(levels[0], starts[: self.restarts], devices, 0.4, 3 * self.heat, 0.05)
+        for k, level in enumerate(levels[1:]):
+            evaluate.runners_up.heading = f"level {k + 1}"
+            until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
+            found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
+        evaluate.runners_up.heading = "fine"
+        while not evaluate.exhausted:
+            before = evaluate.num_evaluations
+            spent = evaluate.fraction_spent
+            improve_order(annealer, rng, spent + 0.1 * (1 - spent), 2 * self.width)
+            level = levels[int(rng.integers(len(levels)))]
+            heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
+            share = float(rng.choice([0.0, 0.3, 0.9]))
+            until = spent + max(0.04, 0.3 * (1 - spent))
+            run(level, [annealer.best], everything, min(1.0, until), heat, share)
+            refine_placement(annealer, rng, everything, min(1.0, until + 0.01), self.width)
+            if not limited or evaluate.num_evaluations == before:
+                break
+
+    def _anneal(
+        self,
+        annealer: Annealer,
+        starts: list[Best],
+        levels: list[Classes],
+        devices: list[int],
+        rng: np.random.Generator,
+    ) -> None:
+        """The same in Python, where the native module was not built."""
+        evaluate, everything = annealer.evaluate, list(annealer.problem.usable_devices)
         self._coarse(annealer, levels[0], starts, devices, rng)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
@@ -100,11 +176,6 @@ class Search:
             refine_placement(annealer, rng, everything, 1.0, self.width)
             if evaluate.num_evaluations == before:
                 break
-        best = annealer.best
-        placement = Placement(op_devices(problem, best.groups))
-        if best.priority is None:
-            return placement
-        return Placement(placement.devices, problem.op_priority(best.priority))
 
     def _trivial(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
@@ -157,6 +228,7 @@ class Search:
         deepest = max_depth(graph)
         kinds = [(depth, False, 1) for depth in range(1, deepest + 1)]
         kinds += [(deepest, True, 1), (deepest, True, 2), (deepest, True, 4), (deepest, True, 8)]
+        kinds += [(deepest, True, 16), (deepest, True, 32)]
         levels: list[Classes] = []
         for depth, by_micro_batch, calls in kinds:
             level = make_classes(problem, coarsen(graph, depth, by_micro_batch, calls).of_op, time)

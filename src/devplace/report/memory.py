@@ -20,8 +20,9 @@ CATEGORIES = (
     "inputs",
     "receive buffers",
     "work buffers",
+    "gaps",
 )
-PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, INPUTS, RECEIVED, WORK = range(8)
+PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, INPUTS, RECEIVED, WORK, GAPS = range(9)
 _ROLE = {
     "parameter": PARAMETERS,
     "buffer": PARAMETERS,
@@ -44,7 +45,8 @@ class MemoryRow:
             constants count as parameters. Gradients are those of parameters; activations are
             forward values that backward or update reads; all else that the step computes, and
             workspace, is temporary. GPUs hold all receive buffers, and work buffers (of libraries,
-            outside single ops), for the whole step.
+            outside single ops), for the whole step. Gaps are what torch reserves beyond what is in
+            use at the peak.
         limit_bytes: Most bytes a step may use there.
     """
 
@@ -77,14 +79,15 @@ def memory_rows(timeline: Timeline) -> list[MemoryRow]:
         parts = lifetimes.parts(d, when)
         # Ops that take no time can begin and end within the instant of the peak. What they held
         # is gone when the instant is over, so it is not in `parts` yet.
-        parts[TEMPORARIES] += int(timeline.peak_bytes[d]) - sum(parts)
+        parts[TEMPORARIES] += int(timeline.run.peak_bytes[d]) - sum(parts)
+        parts[GAPS] = int(timeline.gap_bytes[d])
         rows.append(MemoryRow(name, when, dict(zip(CATEGORIES, parts, strict=True)), limits[d]))
     return rows
 
 
 def _peak_time(timeline: Timeline, device: int) -> int:
     rows = timeline.memory[timeline.memory[:, 1] == device]
-    full = rows[rows[:, 2] == timeline.peak_bytes[device]]
+    full = rows[rows[:, 2] == timeline.run.peak_bytes[device]]
     return int(full[0, 0]) if len(full) else 0
 
 

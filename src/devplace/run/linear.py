@@ -7,22 +7,13 @@ from collections.abc import Callable
 
 from devplace.errors import PlanError
 from devplace.run.schedule import Instruction, Schedule, Transfer, is_cpu
-
-# Rough times of a data-centre GPU, and of a CPU beside it: an op, bytes/ns, FLOP/ns. They only
-# choose among orders that are all right.
-GPU_TIMES = (3_000, 2_000, 200_000)
-CPU_TIMES = (10_000, 20, 500)
-TRANSFER_NS = 8_000
-LINK_BYTES_PER_NS = 250
-# Ops wait for a push to give its memory free once it should have been over for this long again: as
-# much as it took. A join costs an edge of the graph, so small tensors are left to the next wait.
-PATIENCE = 2
-JOINED_BYTES = 2**20
-
-# From this size on the copy engine carries a tensor. Alone it catches up only at 32 MiB (4 MiB: 25
-# us by engine, 17 by kernel), but it leaves the multiprocessors to the ops: a BERT-large step on
-# two H100 took 28.3 ms with 4 MiB, 28.8 with 16 MiB, 30.8 without the engine.
-COPY_ENGINE_BYTES = 4 * 2**20
+from devplace.simulator.joins import (
+    JOINED_BYTES,
+    PATIENCE,
+    push_lane,
+    rough_op_ns,
+    rough_transfer_ns,
+)
 
 Place = tuple[int, int]
 
@@ -58,7 +49,7 @@ def timed_order(schedule: Schedule) -> list[tuple[Place, int]]:
         clock[device] = start + _duration_ns(schedule, device, instruction)
         if instruction.kind == "send":
             num_bytes = schedule.transfers[instruction.transfer].num_bytes
-            arrival[instruction.transfer] = start + TRANSFER_NS + num_bytes // LINK_BYTES_PER_NS
+            arrival[instruction.transfer] = start + rough_transfer_ns(num_bytes)
     return order
 
 
@@ -82,12 +73,7 @@ def _duration_ns(schedule: Schedule, device: int, instruction: Instruction) -> i
     if kind != "call" or node.target is operator.getitem:
         return 0
     op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
-    if op.is_view:
-        return 0
-    moved = int(op.bytes_read + op.bytes_written)
-    times = CPU_TIMES if is_cpu(schedule.device_names[device]) else GPU_TIMES
-    op_ns, bytes_per_ns, flops_per_ns = times
-    return op_ns + moved // bytes_per_ns + int(op.flops) // flops_per_ns
+    return rough_op_ns(op, is_cpu(schedule.device_names[device]))
 
 
 def freed_before(schedule: Schedule) -> tuple[dict[int, tuple[int, ...]], ...]:
@@ -112,7 +98,7 @@ def freed_before(schedule: Schedule) -> tuple[dict[int, tuple[int, ...]], ...]:
                 flying = [(due, send) for due, send in flying if due > now]
             if kind == "send" and schedule.transfers[transfer].num_bytes >= JOINED_BYTES:
                 record = schedule.transfers[transfer]
-                took = TRANSFER_NS + record.num_bytes // LINK_BYTES_PER_NS
+                took = rough_transfer_ns(record.num_bytes)
                 begin = max(now, free.get(lane_of(record), 0))
                 free[lane_of(record)] = begin + took
                 flying.append((begin + PATIENCE * took, transfer))
@@ -121,12 +107,8 @@ def freed_before(schedule: Schedule) -> tuple[dict[int, tuple[int, ...]], ...]:
 
 
 def lane_of(transfer: Transfer) -> int:
-    """Which of its sender's streams carries it; what one stream carries arrives in turn.
-
-    Large tensors share one stream, or they would share the bandwidth and all come late; small ones
-    have one stream per receiver, so that they overtake large ones.
-    """
-    return -1 if transfer.num_bytes >= COPY_ENGINE_BYTES else transfer.dst
+    """Which of its sender's streams carries it; what one stream carries arrives in turn."""
+    return push_lane(transfer.num_bytes, transfer.dst)
 
 
 def joined_before(

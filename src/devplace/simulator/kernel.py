@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -146,3 +147,66 @@ class NativeKernel:
             pool_peak.reshape(count, num_pools),
             moved,
         )
+
+    def moves(
+        self, device: I32, moves: Sequence[tuple[I32, I32]], cutoff_ns: I64
+    ) -> tuple[I64, int]:
+        """Step times after moves, each from the same placement, in its critical-path order.
+
+        Args:
+            device: The placement. int32 `[N]`
+            moves: Tasks that move, and where each goes.
+            cutoff_ns: Step time above which a move is given up, per move.
+
+        Returns:
+            Step times, the largest integer for moves given up; and tasks simulated over all.
+
+        Raises:
+            ValueError: A device has several streams.
+        """
+        sizes = [len(tasks) for tasks, _ in moves]
+        tasks = np.concatenate([tasks for tasks, _ in moves]).astype(np.int32)
+        targets = np.concatenate([target for _, target in moves]).astype(np.int32)
+        found, events = self._kernel.moves(
+            np.ascontiguousarray(device, np.int32),
+            np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+            tasks,
+            targets,
+            np.ascontiguousarray(cutoff_ns, np.int64),
+        )
+        return found, int(events)
+
+    def anneal(
+        self,
+        space: Any,
+        settings: Any,
+        starts: I32,
+        priorities: I64 | None,
+        seeds: I64,
+        threads: int,
+    ) -> tuple[I32, I64, I64, I64, I64]:
+        """Anneal from every start, a chain each.
+
+        Args:
+            space: See `placers.explore.Space`.
+            settings: See `placers.explore.Schedule`.
+            starts: Device of each group. int32 `[K, G]`
+            priorities: Of the tasks of each start, or None for critical-path ones. int64 `[K, N]`
+            seeds: Of each chain. int64 `[K]`
+            threads: Chains at once.
+
+        Returns:
+            Of each chain's best placement: devices of groups `[K, G]`, priorities `[K, N]`, step
+            time, bytes over the limits; and simulations made. `[K]`
+        """
+        given = np.zeros(0, np.int64) if priorities is None else priorities
+        groups, priority, step, overflow, made = self._kernel.anneal(
+            space,
+            settings,
+            np.ascontiguousarray(starts, np.int32),
+            np.ascontiguousarray(given, np.int64),
+            np.ascontiguousarray(seeds, np.int64),
+            threads,
+        )
+        count = len(seeds)
+        return groups.reshape(count, -1), priority.reshape(count, -1), step, overflow, made

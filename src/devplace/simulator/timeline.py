@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from devplace.problem import Placement, Problem
 from devplace.simulator.critical import critical_tasks, device_orders
+from devplace.simulator.gaps import gap_bytes
 from devplace.simulator.kernel import SimulatorKernel, make_kernel
 from devplace.simulator.reference import CoreTimeline
 from devplace.units import format_bytes, format_time
@@ -48,8 +49,6 @@ class Timeline:
         start_ns, finish_ns: Of each op; a view has its base's end, a source 0. `[V]`
         order: Per device the ops it runs, in order, as op indices (no sources, no views).
         makespan_ns: Length of the step.
-        peak_bytes: Largest memory in use per device. `[D]`
-        pool_peak_bytes: Largest memory in use per pool. `[P]`
         busy_ns: Time each device spends on ops. `[D]`
         transfers: In the order of their requests.
         memory: Rows of time, device, bytes in use from then on. `[M, 3]`
@@ -62,8 +61,6 @@ class Timeline:
     finish_ns: I64
     order: tuple[tuple[int, ...], ...]
     makespan_ns: int
-    peak_bytes: I64
-    pool_peak_bytes: I64
     busy_ns: I64
     transfers: tuple[Transfer, ...]
     memory: I64
@@ -82,6 +79,29 @@ class Timeline:
     def transfer_bytes(self) -> int:
         """Bytes that cross links in one step."""
         return sum(self.problem.graph.tensors[t.tensor].num_bytes for t in self.transfers)
+
+    @cached_property
+    def gap_bytes(self) -> I64:
+        """What torch reserves beyond the largest memory in use, per device. `[D]`
+
+        See `gap_bytes` in `gaps.py`. 0 unless the costs say so (`has_gaps`), as those of a machine
+        that the step will run on do.
+        """
+        if not self.problem.costs.has_gaps:
+            return np.zeros(len(self.run.peak_bytes), np.int64)
+        return gap_bytes(self.problem, self.task_devices, self.run)
+
+    @cached_property
+    def peak_bytes(self) -> I64:
+        """Largest memory that a step needs per device: in use at once, and gaps. `[D]`"""
+        return self.run.peak_bytes + self.gap_bytes
+
+    @cached_property
+    def pool_peak_bytes(self) -> I64:
+        """The same per pool. `[P]`"""
+        peak, pool = self.run.pool_peak_bytes.copy(), self.problem.core.wires.pool
+        np.add.at(peak, pool[pool >= 0], self.gap_bytes[pool >= 0])
+        return peak
 
     @cached_property
     def missing_bytes(self) -> dict[str, int]:
@@ -167,8 +187,6 @@ def expand(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:
         finish_ns=finish,
         order=order,
         makespan_ns=run.makespan_ns,
-        peak_bytes=run.peak_bytes,
-        pool_peak_bytes=run.pool_peak_bytes,
         busy_ns=run.busy_ns,
         transfers=transfers,
         memory=run.memory,

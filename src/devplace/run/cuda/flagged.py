@@ -19,11 +19,14 @@ from devplace.run.cuda.host_push import fetch_from_host, send_to_host, wait_for_
 from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
 from devplace.run.cuda.push import Push, num_span_bytes, same_layout, wait, words_of
 from devplace.run.cuda.routes import Route, neighbours
-from devplace.run.linear import JOINED_BYTES, lane_of
+from devplace.run.linear import lane_of
 from devplace.run.schedule import Schedule
+from devplace.simulator.joins import JOINED_BYTES
 
 # Small tensors being pushed keep their memory until the ops are known to come after the push.
 MOST_HELD_BYTES = 512 * 2**20
+# Pushes get multiprocessors before the ops do: an op with many blocks would keep them waiting.
+SIDE_PRIORITY = -1
 
 
 class _Pending(NamedTuple):
@@ -91,9 +94,9 @@ class Mailroom:
         Returns:
             How much its flag on the receiver grows by.
         """
-        if self.routes[transfer] == "peer":
-            return self.push(source, self.buffers[transfer], self.flag(transfer))
         epoch = self.flags[self.schedule.transfers[transfer].src].epoch
+        if self.routes[transfer] == "peer":
+            return self.push(source, self.buffers[transfer], self.flag(transfer), epoch)
         send_to_host(source, self.board, transfer, epoch)
         return 0
 
@@ -204,7 +207,7 @@ class FlagCarrier:
             return
         lane = lane_of(self._mailroom.schedule.transfers[transfer])
         if lane not in self._sides:
-            self._sides[lane] = torch.cuda.Stream(self._device.torch_device)
+            self._sides[lane] = torch.cuda.Stream(self._device.torch_device, priority=SIDE_PRIORITY)
             self._pending[lane] = deque()
         side = self._sides[lane]
         side.wait_stream(self._device.main)

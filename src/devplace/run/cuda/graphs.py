@@ -142,14 +142,19 @@ class GraphRunner:
 
     def failed_transfer(self) -> int | None:
         """A transfer that was not there in time in a step that has ended; resets the flags."""
+        if not self._late():
+            return None
+        self.synchronize()  # what made it late may have given up only now
+        found = self._late()
+        self._reset()
+        return first_cause(self._mailroom.schedule, found)
+
+    def _late(self) -> list[int]:
+        """Transfers that were not there in time, as far as that is known."""
         late = [flags.late_transfer() for flags in self._mailroom.flags.values()]
         if self.crew is not None and isinstance(self.crew.failure, LateError):
             late.append(self.crew.failure.transfer)
-        found = [transfer for transfer in late if transfer is not None]
-        if not found:
-            return None
-        self._reset()
-        return first_cause(self._mailroom.schedule, found)
+        return [transfer for transfer in late if transfer is not None]
 
     def host_failure(self) -> BaseException | None:
         """What ended the last step on a CPU device, if not a late tensor; resets the flags."""

@@ -60,10 +60,6 @@ def _carry(src, dst, flag, epoch, count, rounds, SIGNALS: tl.constexpr, BLOCK: t
         store_release(flag, tl.load(epoch))
 
 
-def _post(flag, epoch):
-    store_release(flag, tl.load(epoch))
-
-
 def _await(
     flags, epoch, error, first, code, count, limit_ns, WIDTH: tl.constexpr, STRIDE: tl.constexpr
 ):
@@ -87,5 +83,4 @@ def _await(
 
 
 carry_kernel = triton.jit(_carry, do_not_specialize=["rounds"])
-post_kernel = triton.jit(_post)
 await_kernel = triton.jit(_await, do_not_specialize=["first", "code", "count"])

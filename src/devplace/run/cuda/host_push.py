@@ -25,12 +25,10 @@ def send_to_host(source: Any, board: PinnedBoard, transfer: int, epoch: Any) -> 
         transfer: Which one.
         epoch: Steps begun, int32 `[1]` on the current GPU.
     """
-    from devplace.run.cuda import host_kernels
-
     buffer, flag = board.buffers[transfer], board.flag(transfer)
     if num_span_bytes(buffer) >= HOST_ENGINE_BYTES:
         copy_by_engine(source, buffer, source.device)
-        host_kernels.post_kernel[(1,)](flag, epoch, num_warps=1)
+        copy_by_engine(epoch, flag, source.device)
     else:
         _carry(source, buffer, flag, epoch, is_signal=True)
 

@@ -48,11 +48,6 @@ def _stamp(stamps, at):
     tl.store(stamps + at, globaltimer())
 
 
-def _signal(flag):
-    tl.atomic_add(flag, 1, sem="release", scope="sys")
-
-
 push_kernel = triton.jit(_push, do_not_specialize=["rounds"])
 wait_kernel = triton.jit(_wait, do_not_specialize=["first", "count"])
-signal_kernel = triton.jit(_signal)
 stamp_kernel = triton.jit(_stamp, do_not_specialize=["at"])

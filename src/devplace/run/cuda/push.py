@@ -11,7 +11,7 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.cuda.device import FLAG_STRIDE, Flags
-from devplace.run.linear import COPY_ENGINE_BYTES
+from devplace.simulator.joins import COPY_ENGINE_BYTES
 
 # Blocks of a push kernel. The same step took 31.9 ms with 8, 29.6 with 16, 28.8 with 32, 28.4 with
 # 64 and 28.7 with 128; one of NMT-4 was fastest with 32.
@@ -19,26 +19,29 @@ MOST_BLOCKS = 32
 # Transfers that one wait kernel looks after, one per thread.
 WAIT_WIDTH = 32
 
-Push = Callable[[Any, Any, Any], int]
+Push = Callable[[Any, Any, Any, Any], int]
 
 
-def push(source: Any, buffer: Any, flag: Any) -> int:
+def push(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
     """Carry `source` into `buffer` on the current stream of the sender, then raise `flag`.
 
     Args:
         source: Tensor on the sender, laid out like the buffer.
         buffer: Tensor on the receiver.
         flag: int32 counter on the receiver.
+        epoch: Steps begun, int32 `[1]` on the sender; the receiver has begun as many.
 
     Returns:
-        How much the flag grows by.
+        How much the flag grows by in a step.
     """
     if num_span_bytes(buffer) >= COPY_ENGINE_BYTES:
-        return push_by_engine(source, buffer, flag)
-    return push_by_kernel(source, buffer, flag)
+        return push_by_engine(source, buffer, flag, epoch)
+    return push_by_kernel(source, buffer, flag, epoch)
 
 
-def push_by_kernel(source: Any, buffer: Any, flag: Any, most_blocks: int = MOST_BLOCKS) -> int:
+def push_by_kernel(
+    source: Any, buffer: Any, flag: Any, epoch: Any = None, most_blocks: int = MOST_BLOCKS
+) -> int:
     """As `push`, by a kernel that stores into peer memory."""
     from devplace.run.cuda import kernels
 
@@ -55,12 +58,14 @@ def push_by_kernel(source: Any, buffer: Any, flag: Any, most_blocks: int = MOST_
     return blocks
 
 
-def push_by_engine(source: Any, buffer: Any, flag: Any) -> int:
-    """As `push`, by the copy engine."""
-    from devplace.run.cuda import kernels
+def push_by_engine(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
+    """As `push`, by the copy engine.
 
+    It also copies the epoch onto the flag: a kernel that raised it would wait for a free
+    multiprocessor, beside a large product of matrices for some milliseconds.
+    """
     copy_by_engine(source, buffer, source.device)
-    kernels.signal_kernel[(1,)](flag, num_warps=1)
+    copy_by_engine(epoch, flag, source.device)
     return 1
 
 

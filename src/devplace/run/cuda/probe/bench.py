@@ -14,10 +14,10 @@ from devplace.run.cuda.probe.overheads import measure_overheads
 from devplace.run.cuda.probe.port import WAIT_LIMIT_NS, Port, copy_bytes, pattern
 from devplace.run.cuda.probe.steps import measure_steps
 from devplace.run.cuda.push import Push, push_by_engine, push_by_kernel, wait
-from devplace.run.linear import COPY_ENGINE_BYTES
 from devplace.run.probe.channels import Pair
 from devplace.run.probe.report import HOST, DeviceReport, StepReport
 from devplace.run.workers import Workers
+from devplace.simulator.joins import COPY_ENGINE_BYTES
 
 SIZES = tuple(ROUNDS)
 CHECK_BYTES = (2**10, 2**20, 2**25)
@@ -80,7 +80,9 @@ class CudaBench:
                     with port.current():
                         words = size // 4
                         flag = port.flags.counter(0)
-                        self._blocks[way, size] = push(port.out[:words], port.into[:words], flag)
+                        self._blocks[way, size] = push(
+                            port.out[:words], port.into[:words], flag, port.flags.epoch
+                        )
             with port.current():
                 wait(port.flags, [0], WAIT_LIMIT_NS)  # nothing is due in epoch 0
             port.rehearse()
@@ -178,7 +180,7 @@ class CudaBench:
     ) -> list[str]:
         words, due = size // 4, self._blocks[way, size]
         receivers = [self._ports[dst] for _, dst in pairs]
-        for port in receivers:
+        for port in self._all():
             with port.current():
                 port.flags.reset()
                 port.flags.set_blocks({0: due})
@@ -188,7 +190,9 @@ class CudaBench:
             sender = self._ports[src]
             with sender.current():
                 flag = receiver.flags.counter(0)
-                self._pushes[way](sender.out[:words], receiver.into[:words], flag)
+                self._pushes[way](
+                    sender.out[:words], receiver.into[:words], flag, sender.flags.epoch
+                )
         wrong = []
         for port, right in zip(receivers, sent, strict=True):
             with port.current():  # nothing but the flag orders this behind the push

@@ -116,7 +116,9 @@ class PingPong:
                 words = leg.num_bytes // 4
                 for _ in range(leg.rounds):
                     flag = self._flags[1].counter(slot)
-                    self._pushes[leg.way](src.out[:words], dst.into[:words], flag)
+                    self._pushes[leg.way](
+                        src.out[:words], dst.into[:words], flag, self._flags[0].epoch
+                    )
                     wait(self._flags[0], [slot], WAIT_LIMIT_NS)
                     slot += 1
                 self._clock.stamp("leg")
@@ -130,7 +132,9 @@ class PingPong:
             for slot in range(sum(leg.rounds for leg in self._legs)):
                 wait(self._flags[1], [slot], WAIT_LIMIT_NS)
                 flag = self._flags[0].counter(slot)
-                self._pushes["kernel"](dst.out[:words], src.into[:words], flag)
+                self._pushes["kernel"](
+                    dst.out[:words], src.into[:words], flag, self._flags[1].epoch
+                )
         return graph
 
 

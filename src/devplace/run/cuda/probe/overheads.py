@@ -40,7 +40,12 @@ def measure_overheads(port: Port, peer: Port, push: Push) -> DeviceReport:
     def send(_: int) -> None:
         side.wait_stream(port.main)
         with torch.cuda.stream(side):
-            push(port.out[:SMALL_WORDS], peer.into[:SMALL_WORDS], peer.flags.counter(0))
+            push(
+                port.out[:SMALL_WORDS],
+                peer.into[:SMALL_WORDS],
+                peer.flags.counter(0),
+                port.flags.epoch,
+            )
 
     plain = _chain_ns(port, value, side, None)
     num = OPS // EVERY

@@ -1,0 +1,312 @@
+// Simulated annealing of placements: which device for which group of tasks.
+#pragma once
+
+#include <chrono>
+#include <cmath>
+#include <vector>
+
+#include "incremental.hpp"
+
+namespace devplace {
+
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15ull + 0x1234567ull) {}
+  std::uint64_t bits() {
+    std::uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+  }
+  double uniform() { return static_cast<double>(bits() >> 11) * 0x1.0p-53; }
+  i32 below(i32 n) { return static_cast<i32>(uniform() * n); }
+
+ private:
+  std::uint64_t state_;
+};
+
+// What all chains share.
+struct Space {
+  const Core* core = nullptr;
+  i32 num_groups = 0, num_classes = 0;
+  std::vector<i32> group_ptr, group_tasks;  // tasks of each group
+  std::vector<i32> task_group;
+  std::vector<i32> target;                  // [G, D]: the device that a wish becomes
+  std::vector<i32> class_ptr, class_groups; // groups of each class, classes in model order
+  std::vector<i32> group_class;
+  std::vector<double> class_weight;         // by work, sums to 1
+  std::vector<i32> devices;                 // that classes may go to
+  std::vector<i64> limit_bytes, pool_limit_bytes;
+  bool tracks_memory = false;
+};
+
+struct Settings {
+  double heat = 0.005, chain_share = 0.5, fresh_share = 0;
+  i64 most_evaluations = 0, patience = 0;
+  double seconds = 0;
+  std::uint64_t seed = 0;
+};
+
+struct Found {
+  std::vector<i32> groups;
+  std::vector<i64> priority;
+  i64 step = 0, overflow = 0, evaluations = 0;
+};
+
+// One chain; its time counts from when it was made.
+class Chain {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Chain(const Space& space, const Settings& settings)
+      : space_(space), core_(*space.core), settings_(settings), begin_(Clock::now()), random_(settings.seed),
+        incremental_(core_), simulator_(core_), is_plain_(core_.one_stream && !space.tracks_memory) {}
+
+  Found run(const i32* groups, const i64* priority) {
+    groups_.assign(groups, groups + space_.num_groups);
+    device_.resize(core_.num_tasks);
+    for (i32 v = 0; v < core_.num_tasks; ++v) device_[v] = groups_[space_.task_group[v]];
+    std::vector<i64> given;
+    if (priority) given.assign(priority, priority + core_.num_tasks);
+    value_ = start(priority ? &given : nullptr);
+    keep_best();
+    refocus();
+    i64 stale = 0;
+    while (evaluations_ < settings_.most_evaluations && stale < settings_.patience && !is_late()) {
+      const double temperature = best_value_ * settings_.heat * std::exp(-6.0 * spent());
+      const double bar = value_ - temperature * std::log(std::max(1e-300, random_.uniform()));
+      ++stale;
+      if (!propose()) continue;
+      const double found = evaluate(bar);
+      if (found > bar) {
+        undo();
+        continue;
+      }
+      const bool is_other = found != value_;
+      take(found);
+      if (value_ < best_value_ * (1 - 1e-6)) {
+        keep_best();
+        stale = 0;
+      }
+      if (is_other) refocus();
+    }
+    best_.evaluations = evaluations_;
+    return best_;
+  }
+
+ private:
+  double start(const std::vector<i64>* given) {
+    ++evaluations_;
+    if (is_plain_) {
+      incremental_.reset(device_, given);
+      step_ = incremental_.makespan();
+      overflow_ = 0;
+      return static_cast<double>(step_);
+    }
+    priority_.resize(core_.num_tasks);
+    if (given) priority_ = *given;
+    else critical_path(core_, device_.data(), priority_.data());
+    const double value = simulate();
+    if (given) {  // or with critical-path ones, if these are better
+      std::vector<i64> kept = priority_;
+      const i64 step = step_, overflow = overflow_;
+      critical_path(core_, device_.data(), priority_.data());
+      const double other = simulate();
+      if (other > value) {
+        priority_ = kept;
+        step_ = step;
+        overflow_ = overflow;
+        return value;
+      }
+      return other;
+    }
+    return value;
+  }
+
+  double simulate() {
+    if (space_.tracks_memory) simulator_.run<true, false>(device_.data(), priority_.data(), outcome_);
+    else simulator_.run<false, false>(device_.data(), priority_.data(), outcome_);
+    step_ = outcome_.makespan;
+    overflow_ = 0;
+    double share = 0;
+    if (space_.tracks_memory) {
+      i64 smallest = Incremental::never;
+      for (std::size_t d = 0; d < space_.limit_bytes.size(); ++d) {
+        overflow_ += std::max<i64>(0, outcome_.peak[d] - space_.limit_bytes[d]);
+        smallest = std::min(smallest, space_.limit_bytes[d]);
+      }
+      for (std::size_t p = 0; p < space_.pool_limit_bytes.size(); ++p)
+        overflow_ += std::max<i64>(0, outcome_.pool_peak[p] - space_.pool_limit_bytes[p]);
+      share = static_cast<double>(overflow_) / static_cast<double>(std::max<i64>(1, smallest));
+    }
+    return static_cast<double>(step_) * (1 + 2 * share + (overflow_ > 0 ? 0.05 : 0));
+  }
+
+  double evaluate(double bar) {
+    ++evaluations_;
+    if (is_plain_) {
+      moves_.clear();
+      for (const auto& [group, old] : moved_)
+        for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
+          moves_.push_back({space_.group_tasks[j], groups_[group]});
+      const double most = std::min(bar, 9e18);
+      const bool fresh = random_.uniform() < settings_.fresh_share;
+      step_ = incremental_.try_move(moves_, static_cast<i64>(most), fresh);
+      return step_ == Incremental::never ? 1e300 : static_cast<double>(step_);
+    }
+    for (const auto& [group, old] : moved_)
+      for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
+        device_[space_.group_tasks[j]] = groups_[group];
+    held_priority_.swap(priority_);
+    priority_.resize(core_.num_tasks);
+    critical_path(core_, device_.data(), priority_.data());
+    return simulate();
+  }
+
+  void undo() {
+    for (auto it = moved_.rbegin(); it != moved_.rend(); ++it) groups_[it->first] = it->second;
+    if (is_plain_) {
+      incremental_.reject();
+      return;
+    }
+    for (const auto& [group, old] : moved_)
+      for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
+        device_[space_.group_tasks[j]] = groups_[group];
+    held_priority_.swap(priority_);
+  }
+
+  void take(double found) {
+    value_ = found;
+    if (!is_plain_) return;
+    incremental_.accept();
+    ++evaluations_;
+    step_ = incremental_.makespan();
+    value_ = static_cast<double>(step_);
+  }
+
+  void keep_best() {
+    best_value_ = value_;
+    best_.groups = groups_;
+    best_.priority = is_plain_ ? incremental_.priority() : priority_;
+    best_.step = step_;
+    best_.overflow = is_plain_ ? 0 : overflow_;
+  }
+
+  // The critical path of the present state, and what it says of classes.
+  void refocus() {
+    chain_.clear();
+    if (is_plain_) incremental_.critical_chain(chain_);
+    const std::size_t C = space_.num_classes;
+    sums_.assign(C, 0);
+    double total = 0;
+    for (const i32 v : chain_) {
+      const double length = static_cast<double>(duration(v));
+      sums_[space_.group_class[space_.task_group[v]]] += length;
+      total += length;
+    }
+    double sum = 0;
+    for (std::size_t c = 0; c < C; ++c) {
+      sum += 0.4 * space_.class_weight[c] + 0.2 / static_cast<double>(C) +
+             (total > 0 ? 0.4 * sums_[c] / total : 0);
+      sums_[c] = sum;
+    }
+  }
+
+  i64 duration(i32 v) const {
+    const i32 d = groups_[space_.task_group[v]];
+    return core_.duration_ns[static_cast<std::size_t>(v) * core_.num_devices + d];
+  }
+
+  i32 some_class() {
+    const double u = random_.uniform() * sums_.back();
+    return static_cast<i32>(std::min<std::size_t>(
+        std::upper_bound(sums_.begin(), sums_.end(), u) - sums_.begin(), sums_.size() - 1));
+  }
+  i32 some_device() { return space_.devices[random_.below(static_cast<i32>(space_.devices.size()))]; }
+
+  void move_group(i32 group, i32 wish) {
+    const i32 to = space_.target[static_cast<std::size_t>(group) * core_.num_devices + wish];
+    if (groups_[group] == to) return;
+    moved_.push_back({group, groups_[group]});
+    groups_[group] = to;
+  }
+  void move_class(i32 c, i32 wish) {
+    for (i32 j = space_.class_ptr[c]; j < space_.class_ptr[c + 1]; ++j) move_group(space_.class_groups[j], wish);
+  }
+  i32 device_of_class(i32 c) const { return groups_[space_.class_groups[space_.class_ptr[c]]]; }
+
+  // Changes groups; false if nothing came of it.
+  bool propose() {
+    moved_.clear();
+    const double kind = random_.uniform();
+    const i32 C = space_.num_classes;
+    if (!chain_.empty() && random_.uniform() < settings_.chain_share) {
+      move_run();
+    } else if (kind < 0.2 && C > 1) {
+      const i32 a = some_class(), b = some_class();
+      const i32 to_a = device_of_class(b), to_b = device_of_class(a);
+      if (a != b) {
+        move_class(a, to_a);
+        move_class(b, to_b);
+      }
+    } else if (kind < 0.3) {
+      const i32 length = 2 + random_.below(std::max(1, C / 4)), first = random_.below(C), to = some_device();
+      for (i32 c = first; c < std::min(C, first + length); ++c) move_class(c, to);
+    } else if (kind < 0.45) {
+      move_class(some_class(), some_device());
+      const i32 other = some_class();
+      move_class(other, some_device());
+    } else {
+      move_class(some_class(), some_device());
+    }
+    return !moved_.empty();
+  }
+
+  // A run of the critical path goes to the device of its neighbour there, or to any.
+  void move_run() {
+    const i32 n = static_cast<i32>(chain_.size()), first = random_.below(n);
+    i32 length = 1;
+    if (random_.uniform() < 0.7)
+      while (length < n && random_.uniform() < 0.7) ++length;
+    const i32 here = groups_[space_.task_group[chain_[first]]];
+    i32 to = some_device();
+    if (random_.uniform() < 0.7) {
+      const bool ahead = random_.uniform() < 0.5;
+      const i32 beside = ahead ? std::min(n - 1, first + length) : std::max(0, first - 1);
+      const i32 there = groups_[space_.task_group[chain_[beside]]];
+      if (there != here) to = there;
+    }
+    for (i32 k = first; k < std::min(n, first + length); ++k) move_group(space_.task_group[chain_[k]], to);
+  }
+
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  bool is_late() {
+    if (settings_.seconds <= 0) return false;
+    if (tries_++ % 8 == 0) now_ = seconds();
+    return now_ >= settings_.seconds;
+  }
+  double spent() const {
+    const double by_count =
+        static_cast<double>(evaluations_) / static_cast<double>(std::max<i64>(1, settings_.most_evaluations));
+    return std::min(1.0, settings_.seconds > 0 ? std::max(by_count, now_ / settings_.seconds) : by_count);
+  }
+
+  const Space& space_;
+  const Core& core_;
+  const Settings settings_;
+  const Clock::time_point begin_;
+  Random random_;
+  Incremental incremental_;
+  Simulator simulator_;
+  const bool is_plain_;
+  Outcome outcome_;
+  Found best_;
+  double value_ = 0, best_value_ = 0, now_ = 0;
+  i64 step_ = 0, overflow_ = 0, evaluations_ = 0, tries_ = 0;
+  std::vector<i32> groups_, device_, chain_;
+  std::vector<i64> priority_, held_priority_;
+  std::vector<double> sums_;
+  std::vector<std::pair<i32, i32>> moved_, moves_;
+};
+
+}  // namespace devplace

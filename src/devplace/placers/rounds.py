@@ -1,0 +1,157 @@
+"""Searches by a placer: one, and more with room left for gaps where the first forgot them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.placers.budget import Budget
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.placer import Placer
+from devplace.problem import Placement, Problem
+from devplace.simulator import Timeline, make_kernel, simulate
+from devplace.units import format_bytes
+
+I64 = NDArray[np.int64]
+
+MOST_RUNNERS_UP = 6
+MOST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the searches for a plan gave.
+
+    Attributes:
+        placement: Devices and priorities.
+        timeline: Its simulation.
+        evaluations: Simulations used.
+        seconds: Wall-clock time, s.
+        history: (evaluations, seconds, step_ns) at each improvement.
+        runners_up: The best other placements.
+        is_interrupted: Whether Ctrl-C ended it.
+        notes: What the user should know.
+    """
+
+    placement: Placement
+    timeline: Timeline
+    evaluations: int
+    seconds: float
+    history: tuple[tuple[int, float, int], ...]
+    runners_up: tuple[Placement, ...]
+    is_interrupted: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def over_bytes(self) -> int:
+        """Bytes over all limits."""
+        return sum(self.timeline.missing_bytes.values())
+
+
+def search(
+    problem: Problem,
+    placer: Placer,
+    budget: Budget,
+    seed: int,
+    progress: Callable[[float], None] | None = None,
+) -> Found:
+    """Let `placer` place `problem`; again, with lower limits, where only gaps are too much.
+
+    Placers see what is in use at once, which one simulation tells. What is reserved beyond that
+    (`gap_bytes`) is known of finished placements only. Where the found one exceeds a limit by that
+    alone, the search is done again, with the same seed, the same evaluations and half the seconds,
+    under limits lowered by the gaps; if need be once more, with the largest gap kept free on every
+    GPU, as the same ops may have gone to another one.
+    """
+    rounds = [_search(problem, problem, placer, budget, seed, progress)]
+    if budget.seconds is not None:
+        budget = replace(budget, seconds=budget.seconds / 2)
+    room = np.zeros(len(problem.machine.devices), np.int64)
+    while len(rounds) < MOST_ROUNDS and not rounds[-1].is_interrupted:
+        if not _lacks_only_gaps(rounds[-1].timeline):
+            break
+        room = np.maximum(room, rounds[-1].timeline.gap_bytes)
+        if len(rounds) == MOST_ROUNDS - 1:
+            room[problem.core.wires.fixed_buffers.astype(bool)] = room.max()
+        rounds.append(_search(_lowered(problem, room), problem, placer, budget, seed, None))
+    best = min(rounds, key=lambda found: (found.over_bytes, found.timeline.makespan_ns))
+    if len(rounds) == 1:
+        return best
+    before = rounds[: rounds.index(best)]
+    spent, seconds = sum(f.evaluations for f in before), sum(f.seconds for f in before)
+    return replace(
+        best,
+        evaluations=sum(found.evaluations for found in rounds),
+        seconds=sum(found.seconds for found in rounds),
+        history=tuple((n + spent, s + seconds, step) for n, s, step in best.history),
+        notes=(_note(problem, room),),
+    )
+
+
+def with_priority(problem: Problem, placement: Placement) -> Placement:
+    """The placement with explicit priorities: its own, or critical-path ones."""
+    if placement.priority is not None:
+        return placement
+    device = problem.task_devices(placement)
+    priority = make_kernel(problem.core).priority(device)
+    return Placement(placement.devices, problem.op_priority(priority))
+
+
+def _search(
+    narrowed: Problem,
+    problem: Problem,
+    placer: Placer,
+    budget: Budget,
+    seed: int,
+    progress: Callable[[float], None] | None,
+) -> Found:
+    evaluate = Evaluator(narrowed, budget, progress=progress)
+    interrupted = False
+    try:
+        placement = placer(narrowed, evaluate, np.random.default_rng(seed))
+    except KeyboardInterrupt:
+        if evaluate.best is None:
+            raise
+        placement, interrupted = evaluate.best, True
+    seconds = evaluate.seconds
+    broken = problem.violations(placement)
+    if broken:
+        raise AssertionError(f"placer {placer.name} broke a demand: {broken[0]}")
+    placement = with_priority(problem, placement)
+    return Found(
+        placement,
+        simulate(problem, placement),
+        max(1, evaluate.num_evaluations),  # the plan itself is simulated in any case
+        seconds,
+        tuple(evaluate.history),
+        evaluate.next_best(MOST_RUNNERS_UP),
+        interrupted,
+    )
+
+
+def _lacks_only_gaps(timeline: Timeline) -> bool:
+    """Whether what is in use at once would fit, and what is reserved does not."""
+    if timeline.is_feasible:
+        return False
+    wires, run = timeline.problem.core.wires, timeline.run
+    fits = (run.peak_bytes <= wires.limit_bytes).all()
+    return bool(fits and (run.pool_peak_bytes <= wires.pool_limit_bytes).all())
+
+
+def _lowered(problem: Problem, room: I64) -> Problem:
+    """The problem with room left on every device."""
+    names = problem.machine.device_names
+    left = [max(1, limit - int(gap)) for limit, gap in zip(problem.limit_bytes, room, strict=True)]
+    return replace(problem, limits=dict(zip(names, left, strict=True)))
+
+
+def _note(problem: Problem, room: I64) -> str:
+    parts = [
+        f"{format_bytes(int(gap))} on {name}"
+        for name, gap in zip(problem.machine.device_names, room, strict=True)
+        if gap
+    ]
+    return f"searched again with room left for gaps between tensors: {', '.join(parts)}"

@@ -1,0 +1,141 @@
+"""Moves simulated from where they matter, and native annealing, against whole simulations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.strategies import problems, random_placement, random_problem
+
+from devplace import placers
+from devplace.placers.anneal import Best, make_classes
+from devplace.placers.budget import Budget
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.explore import Explorer, Schedule
+from devplace.placers.groups import mean_duration_ns
+from devplace.problem import Problem
+from devplace.simulator.kernel import NativeKernel, native_module
+
+native = native_module()
+pytestmark = pytest.mark.skipif(native is None, reason="native simulator not built")
+LARGEST = np.iinfo(np.int64).max
+
+
+@settings(max_examples=400, deadline=None)
+@given(problem=problems, seed=st.integers(0, 2**32 - 1))
+def test_moves_give_the_step_time_of_a_whole_simulation(problem: Problem, seed: int) -> None:
+    """To the nanosecond, sources and chains of moves included; a cutoff only gives up above it."""
+    rng = np.random.default_rng(seed)
+    kernel = NativeKernel(native, problem.core)
+    device = problem.task_devices(random_placement(problem, rng))
+    count, devices = len(device), len(problem.machine.devices)
+    if count == 0:
+        return
+    moves = []
+    for _ in range(6):
+        tasks = rng.choice(count, int(rng.integers(1, count + 1)), replace=False).astype(np.int32)
+        moves.append((tasks, rng.integers(0, devices, len(tasks)).astype(np.int32)))
+    cutoff = np.full(len(moves), LARGEST)
+    if not (problem.core.wires.streams == 1).all():
+        with pytest.raises(ValueError, match="one stream"):
+            kernel.moves(device, moves, cutoff)
+        return
+    rows = np.stack([device] * len(moves)).copy()
+    for row, (tasks, targets) in zip(rows, moves, strict=True):
+        row[tasks] = targets
+    right = kernel.evaluate(rows, kernel.priority(device), track_memory=False).makespan_ns
+    np.testing.assert_array_equal(kernel.moves(device, moves, cutoff)[0], right)
+    limits = (right * rng.choice([0.7, 0.99, 1.0, 1.2], len(right))).astype(np.int64)
+    found, _ = kernel.moves(device, moves, limits)
+    np.testing.assert_array_equal(found, np.where(right <= limits, right, LARGEST))
+
+
+def explorer_of(problem: Problem, chains: int, seed: int, threads: int) -> tuple[Explorer, Best]:
+    """An explorer with a start."""
+    rng = np.random.default_rng(seed)
+    evaluate = Evaluator(problem, Budget(evaluations=100_000), threads)
+    groups = np.zeros(problem.core.tasks.num_groups, np.int32)
+    groups[problem.core.tasks.group] = problem.task_devices(random_placement(problem, rng))
+    return Explorer(problem, evaluate, rng, chains), Best(groups, 0, 0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(problem=problems, seed=st.integers(0, 2**32 - 1))
+def test_what_chains_report_is_what_a_simulation_gives(problem: Problem, seed: int) -> None:
+    """Step time and overflow of their best placement in its order; every demand is kept."""
+    if problem.core.tasks.num_groups == 0:
+        return
+    classes = make_classes(
+        problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
+    )
+    explorer, start = explorer_of(problem, 2, seed, 1)
+    schedule = Schedule(0.01, 0.3, 60, 1000, 0.0)
+    devices = list(problem.usable_devices)
+    check = Evaluator(problem, Budget())
+    for best in explorer.run(classes, [start], devices, 1.0, schedule):
+        rows = best.groups[problem.core.tasks.group][None, :]
+        step, overflow = check.batch(rows, best.priority)
+        assert (int(step[0]), int(overflow[0])) == (best.step_ns, best.overflow_bytes)
+        groups = np.arange(len(best.groups))
+        kept = problem.allowed[groups, best.groups] | (best.groups == start.groups)
+        assert kept.all()
+
+
+def test_chains_are_the_same_on_any_number_of_threads() -> None:
+    """Same seed and number of evaluations: same placements."""
+    problem = random_problem(3, 60, 4)
+    classes = make_classes(
+        problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
+    )
+    found = []
+    for threads in (1, 3):
+        explorer, start = explorer_of(problem, 4, 5, threads)
+        schedule = Schedule(0.01, 0.3, 300, 10_000, 0.0)
+        found.append(explorer.run(classes, [start], list(problem.usable_devices), 1.0, schedule))
+    for one, other in zip(*found, strict=True):
+        assert one.key == other.key
+        np.testing.assert_array_equal(one.groups, other.groups)
+        np.testing.assert_array_equal(one.priority, other.priority)
+
+
+def test_chains_keep_to_the_budget_of_evaluations() -> None:
+    """No more simulations than the budget leaves, to within one acceptance per chain."""
+    problem = random_problem(4, 40, 3)
+    evaluate = Evaluator(problem, Budget(evaluations=200), 1)
+    classes = make_classes(
+        problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
+    )
+    explorer = Explorer(problem, evaluate, np.random.default_rng(0), 4)
+    start = Best(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
+    schedule = Schedule(0.01, 0.3, 10**9, 10**9, 0.0)
+    explorer.run(classes, [start], list(problem.usable_devices), 1.0, schedule)
+    assert 190 <= evaluate.num_evaluations <= 204
+
+
+def test_bad_moves_are_refused_not_read() -> None:
+    """Tasks and devices out of range raise instead of crashing."""
+    problem = next(
+        one
+        for one in (random_problem(seed, 10, 2) for seed in range(50))
+        if (one.core.wires.streams == 1).all()
+    )
+    kernel = NativeKernel(native, problem.core)
+    device = problem.task_devices(placers.place(problem, placers.Single()).plan.as_placement())
+    cutoff = np.full(1, LARGEST)
+    for task, target in ((len(device), 0), (-1, 0), (0, 99), (0, -1)):
+        move = (np.array([task], np.int32), np.array([target], np.int32))
+        with pytest.raises(ValueError, match="range"):
+            kernel.moves(device, [move], cutoff)
+
+
+def test_what_is_simulated_again_is_only_the_rest() -> None:
+    """A move of the last task of a chain simulates one task, not the whole chain."""
+    from devplace.testing import tiny_problems
+
+    chain = next(tiny.problem for tiny in tiny_problems() if "chain" in tiny.name)
+    kernel = NativeKernel(native, chain.core)
+    device = np.zeros(chain.core.tasks.num_tasks, np.int32)
+    last = np.array([len(device) - 1], np.int32)
+    _, events = kernel.moves(device, [(last, np.array([1], np.int32))], np.full(1, LARGEST))
+    assert events < int((chain.core.tasks.is_source == 0).sum())
