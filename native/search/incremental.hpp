@@ -175,7 +175,8 @@ class Incremental {
     i64 done = 0;
     while (instant<false>(cutoff, done)) {
     }
-    return state_.makespan;
+    // Ops that began before the snapshot were not compared with this cutoff.
+    return state_.makespan <= cutoff ? state_.makespan : never;
   }
 
   // Events of one instant; false at the end, or (makespan = never) above the cutoff.

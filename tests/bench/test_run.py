@@ -85,11 +85,12 @@ def test_greedy_latency_is_the_published_one():
 def test_dataflow_is_solved_by_placers():
     """Any placer takes a DOPPLER graph; the search is at or below the best known value."""
     path = files.PUBLIC / "doppler" / "ffnn_192nodes.txt"
-    effort = Effort(Budget(evaluations=2000))
+    effort = Effort(Budget(evaluations=20_000))
     known = load_best_known()
     instance = load_instance(path)
-    row = solve(instance, effort, "search", known[fingerprint(instance)])
-    assert row.value <= row.best_known
+    best = known[fingerprint(instance)]
+    row = solve(instance, effort, "search", best)
+    assert row.value <= best.value + best.rounding
     assert solve(instance, effort, "single").value / 1e10 == pytest.approx(226.78, abs=5e-3)
 
 
