@@ -53,8 +53,8 @@ def table(data: dict[str, Any]) -> str:
         "",
         f"`devplace bench` with {data['budget']}, {data['threads']} threads per instance and "
         f"{data['seeds']} seed(s). Values are computed by the verifier, each in its instance's "
-        "own unit; to it = best value / best known - 1. Best known are published or re-measured values of "
-        "others; see [](../guides/bench.md) for formats and objectives.",
+        "own unit; to it = best value / best known - 1. Best known are published "
+        "or re-measured values of others; see [](../guides/bench.md) for formats and objectives.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",

@@ -244,9 +244,8 @@ def test_sizes_that_cannot_be_packed_are_proved_infeasible():
 
 def test_nothing_to_place_is_optimal():
     """A problem without nodes has load 0."""
-    none = dict.fromkeys(
-        ("accelerator_ps", "cpu_ps", "size_bytes", "edge_src", "edge_dst", "edge_ps"), []
-    )
+    names = ("accelerator_ps", "cpu_ps", "size_bytes", "edge_src", "edge_dst", "edge_ps")
+    none = {name: [] for name in names}
     problem = chain(**none, can_accelerate=[], color=[], is_backward=[])
     solution = solve(problem, seconds=1)
     assert (solution.status, solution.value_ps) == ("optimal", 0)
