@@ -96,6 +96,7 @@ def random_machine(rng: np.random.Generator, num_devices: int) -> Machine:
             receive_share=float(rng.choice([0.0, 0.25])),
             points=((10, 50), (200, 300), (1000, 700)) if rng.random() < 0.3 else (),
             engine_bytes=int(rng.choice([0, 0, 300])),
+            parallel=bool(rng.random() < 0.2),
         )
         for a in devices
         for b in devices

@@ -175,7 +175,8 @@ class Incremental {
     i64 done = 0;
     while (instant<false>(cutoff, done)) {
     }
-    return state_.makespan;
+    // Ops that began before the snapshot were not compared with this cutoff.
+    return state_.makespan <= cutoff ? state_.makespan : never;
   }
 
   // Events of one instant; false at the end, or (makespan = never) above the cutoff.
@@ -286,18 +287,21 @@ class Incremental {
     const i32 pair = d * core_.num_devices + e;
     const i32 first = core_.channel_ptr[pair], last = core_.channel_ptr[pair + 1];
     const std::size_t priced = core_.priced(pair, x);
-    const bool queues = core_.queues[priced];
-    i64& lane = s.lane_free[2 * static_cast<std::size_t>(pair) + queues];
-    i64 begin = std::max(s.now, lane);
-    if (queues)
-      for (i32 c = first; c < last; ++c) begin = std::max(begin, s.channel_free[core_.channel[c]]);
-    lane = begin + core_.transfer_ns[priced];
-    for (i32 c = first; c < last; ++c) {
-      i64& free = s.channel_free[core_.channel[c]];
-      free = std::max(free, begin) + core_.channel_ns[priced];
+    const u8 queues = core_.queues[priced];
+    i64 end = s.now + core_.transfer_ns[priced];
+    if (queues != 2) {  // 2: waits for nothing
+      i64& lane = s.lane_free[2 * static_cast<std::size_t>(pair) + queues];
+      i64 begin = std::max(s.now, lane);
+      if (queues)
+        for (i32 c = first; c < last; ++c) begin = std::max(begin, s.channel_free[core_.channel[c]]);
+      lane = end = begin + core_.transfer_ns[priced];
+      for (i32 c = first; c < last; ++c) {
+        i64& free = s.channel_free[core_.channel[c]];
+        free = std::max(free, begin) + core_.channel_ns[priced];
+      }
     }
     s.debt[d] += core_.send_ns[priced];
-    const i64 when = lane + core_.latency_ns[pair];
+    const i64 when = end + core_.latency_ns[pair];
     if (recording()) arrival_[at(x, e)] = when;
     s.arrivals.push({when, x, e});
   }

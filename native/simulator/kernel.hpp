@@ -376,17 +376,20 @@ class Simulator {
   void send(i32 x, i32 d, i32 e, Outcome& out) {
     const i32 pair = d * core_.num_devices + e;
     const i32 first = core_.channel_ptr[pair], last = core_.channel_ptr[pair + 1];
-    const bool queues = core_.queues[core_.priced(pair, x)];
-    i64& lane_free = lane_free_[2 * static_cast<std::size_t>(pair) + queues];
-    i64 begin = std::max(now_, lane_free);
-    if (queues)
-      for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free_[core_.channel[c]]);
-    const i64 end = begin + core_.transfer(pair, x);
-    lane_free = end;
-    const i64 share = core_.channel_ns[core_.priced(pair, x)];
-    for (i32 c = first; c < last; ++c) {
-      i64& free = channel_free_[core_.channel[c]];
-      free = std::max(free, begin) + share;
+    const u8 queues = core_.queues[core_.priced(pair, x)];
+    i64 begin = now_, end = now_ + core_.transfer(pair, x);
+    if (queues != 2) {  // 2: waits for nothing
+      i64& lane_free = lane_free_[2 * static_cast<std::size_t>(pair) + queues];
+      begin = std::max(begin, lane_free);
+      if (queues)
+        for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free_[core_.channel[c]]);
+      end = begin + core_.transfer(pair, x);
+      lane_free = end;
+      const i64 share = core_.channel_ns[core_.priced(pair, x)];
+      for (i32 c = first; c < last; ++c) {
+        i64& free = channel_free_[core_.channel[c]];
+        free = std::max(free, begin) + share;
+      }
     }
     const i64 arrival = end + core_.latency_ns[pair];
     debt_[d] += core_.send_ns[core_.priced(pair, x)];

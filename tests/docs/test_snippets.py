@@ -30,7 +30,7 @@ PAGES = sorted(
     if "_build" not in path.parts
 )
 FENCE = re.compile(r"^```([a-z]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMENT = re.compile(r"<!-- (.*?) -->\s*\Z", re.DOTALL)
+COMMENT = re.compile(r"<!-- ((?:(?!-->).)*) -->\s*\Z", re.DOTALL)
 OTHER_COMMANDS = ("make", "pip", "git", "python", "cat", ".ci/run", "nvidia-smi", "pytest")
 
 

@@ -57,7 +57,7 @@ def brute_force(problem: TensorStageProblem) -> float | None:
         shares = [tuple(v for v in range(n) if row[v] == s) for s in range(used)]
         degrees = [d for d in range(1, k + 1) if problem.batch % d == 0]
         for choice in itertools.product(itertools.product((1, 2), degrees), repeat=used):
-            if sum(t * d for t, d in choice) > k:
+            if sum(t * d for t, d in choice) > k or sum(d for _, d in choice) > problem.batch:
                 continue
             value = _value(problem, shares, choice)
             if value is not None and (best is None or value < best):

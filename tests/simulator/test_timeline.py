@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -340,3 +341,22 @@ def test_both_simulators_tell_the_hand_worked_story() -> None:
     slow = simulate(problem, placement, ReferenceKernel(problem.core))
     assert show(slow) == show(simulate(problem, placement))
     assert show(slow) == "gpu:0: a@0-5 c@5-7\ngpu:1: b@10-13\ngpu:0->gpu:1: a@5-10"
+
+
+def test_parallel_links_make_nothing_wait() -> None:
+    """Three results cross one link at once, past its channel: all arrive 5 after they are made."""
+    text = """
+        x = input bytes=1
+        a = f(x) bytes=5 ns=0
+        b = f(x) bytes=5 ns=0
+        c = f(x) bytes=5 ns=0
+        d = join(a, b, c) bytes=1 ns=1 result=output
+    """
+    machine = hand_machine({"gpu:0": 100, "gpu:1": 100}, channel="bridge")
+    steps = []
+    for parallel in (False, True):
+        links = tuple(msgspec.structs.replace(link, parallel=parallel) for link in machine.links)
+        problem = hand_problem(text, replace(machine, links=links))
+        devices = np.array([0, 0, 0, 0, 1], np.int32)
+        steps.append(simulate(problem, Placement(devices)).makespan_ns)
+    assert steps == [16, 6]

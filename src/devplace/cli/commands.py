@@ -136,7 +136,8 @@ def probe(output: Path | None, as_json: bool) -> None:
     "--confirm", is_flag=True, help="Run the best few plans here and take the fastest measured."
 )
 def plan(**values: Any) -> None:
-    """Plan one training step of MODEL (a workload, or file.py:function)."""
+    """Plan one training step of MODEL (a workload, or file.py:function), or the inference step in
+    an .onnx or .pt2 file."""
     from devplace.cli import planning
 
     outcome = planning.plan(
@@ -163,6 +164,34 @@ def compare(**values: Any) -> None:
         _request(values), values["placers"], values["budget"], values["seed"], _outputs(values)
     )
     _show(outcome, values["as_json"])
+
+
+@devplace.command()
+@click.argument("specs", metavar="SUITE|FILE...", nargs=-1, required=True)
+@click.option("--placer", default="search", show_default=True)
+@click.option("--budget", default="30s", show_default=True, help="For each instance.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
+@click.option("--objective", default="", metavar="throughput|latency", help="Of Tarnawski files.")
+@click.option("--devices", type=click.IntRange(min=0), help="Accelerators, in place of the file's.")
+@click.option("--cpus", type=click.IntRange(min=0), help="CPUs, in place of the file's.")
+@click.option("--memory", metavar="SIZE", help="Of each accelerator, as 8GiB.")
+@click.option(
+    "--edge-cost-scale", type=float, help="Factor on what crossing between devices costs."
+)
+@click.option("--bandwidth", type=float, help="Bytes/s between devices (PipeDream, Piper).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the solutions here.")
+@click.option("--record", "records", is_flag=True, help="Keep better values as best known.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
+def bench(specs: tuple[str, ...], as_json: bool, **values: Any) -> None:
+    """Solve published instances (suites tarnawski, pipedream, piper, doppler, or public for all;
+    files; folders) and compare with the best values known. Every row is checked independently."""
+    from devplace.cli import benching
+
+    names = ("placer", "budget", "seed", "threads", "objective", "output", "records")
+    changes = {name: value for name, value in values.items() if name not in names}
+    chosen = {name: values[name] for name in names}
+    _show(benching.run(specs, changes=changes, **chosen), as_json)
 
 
 @devplace.command()

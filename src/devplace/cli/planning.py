@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from devplace import placers
+from devplace.cli.imported import refuse_running
 from devplace.cli.session import Request, Session, open_session, refuse_overwriting, working
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
@@ -211,6 +212,7 @@ def plan(
     placer, limits = placers.by_name(placer_name), Budget.parse(budget)
     outputs.check(request)
     if confirms:
+        refuse_running(request.model)
         request = _runnable(request)
     session = open_session(request, with_values=confirms)
     bound = lower_bound(session.problem)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from devplace.cli.imported import is_imported, read_graph, refuse_running
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.plan import Plan
 from devplace.problem import Problem
@@ -31,7 +32,7 @@ class Request:
     """What the user asked to be planned.
 
     Attributes:
-        model: Workload name or `file.py:function`.
+        model: Workload name, `file.py:function`, or an `.onnx` or `.pt2` file.
         machine: Preset, machine file, or `detect`.
         size: `small` or `full`.
         batch: Samples per step, or None.
@@ -88,7 +89,8 @@ class Request:
 
     def files(self) -> tuple[Path, ...]:
         """The user's files it names: the model's and the machine's."""
-        names = (self.model.rpartition(":")[0], self.machine)
+        model = self.model if is_imported(self.model) else self.model.rpartition(":")[0]
+        names = (model, self.machine)
         return tuple(Path(name) for name in names if os.path.isfile(name))
 
     def as_json(self) -> dict[str, Any]:
@@ -151,6 +153,8 @@ def open_session(request: Request, *, with_values: bool = False) -> Session:
 
     machine = load_machine(request.machine)  # cheap, so wrong names are told before a long capture
     _check_devices(request, machine)
+    if is_imported(request.model):
+        return _open_imported(request, machine, with_values)
     request = replace(request, device=_device(request, machine))
     workload, optimizer, graph = _capture(request, "cpu" if with_values else "meta")
     machine, costs = _priced(request, machine, graph)
@@ -163,6 +167,26 @@ def open_session(request: Request, *, with_values: bool = False) -> Session:
         exclude=request.exclude,
     )
     return Session(request, workload, optimizer, problem)
+
+
+def _open_imported(request: Request, machine: Machine, with_values: bool) -> Session:
+    """A graph from a file, priced without running anything."""
+    from devplace.cost.analytic import Analytic
+
+    if with_values:
+        refuse_running(request.model)
+    request = replace(request, device="cpu")
+    with working("reading the graph"):
+        graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
+    problem = Problem(
+        graph,
+        machine,
+        Analytic()(graph, machine),
+        limits=request.limits,
+        pins=request.pins,
+        exclude=request.exclude,
+    )
+    return Session(request, None, None, problem)
 
 
 def _priced(request: Request, machine: Machine, graph: OpGraph) -> tuple[Machine, CostTable]:

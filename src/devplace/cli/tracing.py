@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ def trace(path: Path, output: Path, machine: str | None, with_deviations: bool) 
     from devplace.run.schedule import make_schedule
 
     graph = session.problem.graph
-    transfers = make_schedule(graph, plan.placement, plan.order, plan.device_names).transfers
+    transfers: Sequence[Any] = ()  # those of a graph that can be run
+    if graph.program is not None:
+        transfers = make_schedule(graph, plan.placement, plan.order, plan.device_names).transfers
     timeline = plan.timeline(session.problem)
     data = report.chrome_trace(timeline, measured, transfers)
     try:

@@ -317,7 +317,7 @@ class _Table:
     def _fits(self, key: tuple[int, int, int], outline: _Outline, at: int, limit: float) -> int:
         """Most samples in flight with which a stage keeps within `limit`; 0: none."""
         d = self.degrees[at]
-        most = -(-self.problem.num_devices // d)
+        most = -(-min(self.problem.num_devices, self.problem.batch) // d)
         low = min(most, int(outline.fastest_samples[at])) if outline.fastest[at] <= limit else 0
         high = max(0, low, min(most, outline.most_samples))
         if limit == np.inf:
@@ -337,8 +337,9 @@ class _Table:
         `s`; built from the last stage to the first.
         """
         k, count = self.problem.num_devices, len(self.sets.members)
-        devices = np.full((count, k + 1), NEVER, np.int64)
-        came = np.zeros((count, k + 1, 3), np.int64)
+        most = min(k, self.problem.batch)  # samples in flight are those of one batch
+        devices = np.full((count, most + 1), NEVER, np.int64)
+        came = np.zeros((count, most + 1, 3), np.int64)
         devices[count - 1, 0] = 0
         for low in range(count - 2, -1, -1):
             for key, outline in self.by_low.get(low, ()):
@@ -351,7 +352,7 @@ class _Table:
                     y = self._fits(key, outline, at, limit)
                     if not y:
                         continue
-                    upto = min(k, y * d)
+                    upto = min(most, y * d)
                     after = devices[high, : upto - d + 1] + t * d
                     here = devices[low, d : upto + 1]
                     better = (after < here) & (after <= k)

@@ -75,6 +75,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
             bandwidth.
         engine_bytes: From this size on transfers go by a copy engine and queue for channels;
             smaller ones have a lane of their own and only slow down what queues. 0: all queue.
+        parallel: Transfers wait neither for each other nor for channels, as some published models
+            have it; no real link is like that.
     """
 
     src: str
@@ -89,6 +91,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     receive_share: float = 0.0
     points: tuple[tuple[int, int], ...] = ()
     engine_bytes: int = 0
+    parallel: bool = False
 
     def duration_ns(self, num_bytes: int) -> int:
         """Time a transfer occupies the link, rounded up to 1 ns."""
@@ -200,6 +203,7 @@ def _staged(first: Link, second: Link) -> Link:
         receive_share=second.receive_share,
         points=_staged_points(first, second),
         engine_bytes=min(first.engine_bytes, second.engine_bytes),
+        parallel=first.parallel and second.parallel,
     )
 
 

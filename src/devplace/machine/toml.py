@@ -113,6 +113,7 @@ _LINK: dict[str, tuple[str, Parser]] = {
     "receive_share": ("receive_share", _share),
     "points": ("points", _points),
     "engine_from": ("engine_bytes", _call(_amount)),
+    "parallel": ("parallel", _call(_flag)),
 }
 _POOL: dict[str, tuple[str, Parser]] = {
     "name": ("name", _call(_text)),
@@ -328,6 +329,7 @@ _DEFAULTS: dict[str, Any] = {
     "receive_share": 0.0,
     "points": (),
     "engine_bytes": 0,
+    "parallel": False,
 }
 _UNITS = {
     "memory": SIZES,

@@ -97,6 +97,8 @@ class ListSchedule:
         if self._contention:
             pair = home * self.num_devices + device
             queues: int = self._queues[self._link[home][device]][carrier]
+            if queues == 2:
+                return begin
             begin = max(begin, self._lane_free[2 * pair + queues])
             if not queues:
                 return begin
@@ -132,11 +134,12 @@ class ListSchedule:
         begin, kind = self._begins(carrier, home, device), self._link[home][device]
         end = begin + self._transfer[kind][carrier]
         pair = home * self.num_devices + device
-        lane = 2 * pair + self._queues[kind][carrier]
-        self._lane_free[lane] = max(self._lane_free[lane], end)
-        for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
-            free = max(self._channel_free[c], begin)
-            self._channel_free[c] = free + self._shared[kind][carrier]
+        if self._queues[kind][carrier] != 2:
+            lane = 2 * pair + self._queues[kind][carrier]
+            self._lane_free[lane] = max(self._lane_free[lane], end)
+            for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
+                free = max(self._channel_free[c], begin)
+                self._channel_free[c] = free + self._shared[kind][carrier]
         self._arrival[carrier, device] = end + self._latency[home][device]
 
     def _decide(self, group: int, device: int) -> None:

@@ -118,7 +118,8 @@ class Wires:
         duration_ns: Time of each task on each device. `[N, D]`
         transfer_ns: Time each carrier occupies a link of each kind. `[C, T]`
         channel_ns: Time it occupies the link's channels, which other links may share. `[C, T]`
-        queues: Whether it waits for channels and for others that do; uint8. `[C, T]`
+        queues: 1 if it waits for channels and for others that do, 0 if it has a lane of its own,
+            2 if it waits for nothing; uint8. `[C, T]`
         send_ns, receive_ns: Time it takes of the sender's and the receiver's ops. `[C, T]`
         link_class: Kind of link of each ordered pair, -1 on the diagonal. `[D, D]`
         latency_ns: `[D, D]`
@@ -364,7 +365,7 @@ def build_wires(
         times[row] = transfer_times(tasks.carrier_bytes, link)
         at_full_rate = transfer_times(tasks.carrier_bytes, msgspec.structs.replace(link, points=()))
         shared[row] = np.minimum(times[row], at_full_rate)
-        queues[row] = tasks.carrier_bytes >= link.engine_bytes
+        queues[row] = 2 if link.parallel else tasks.carrier_bytes >= link.engine_bytes
         send[row] = link.send_overhead_ns + np.rint(link.send_share * times[row])
         receive[row] = link.receive_overhead_ns + np.rint(link.receive_share * times[row])
     channel_ptr, channel = pointers(rows)

@@ -15,11 +15,12 @@ Rules, in the order they apply at each instant `t`:
 A transfer waits for its link and the link's channels. It occupies the link for its duration and
 the channels for bytes / bandwidth, which may be less, and arrives a latency after its end; links
 and channels serve in the order of requests. On a link with a copy engine, transfers below the
-engine's size have a lane of their own: they wait for each other, but not for channels. The
-receive buffer is taken when a transfer is requested and freed when its last reader there has ended,
-except on devices that keep them: there all of a step's receive buffers are held from its start to
-its end. The sender keeps the tensor until it has arrived. The transfer's overhead on a compute
-stream is paid by the next op that starts there.
+engine's size have a lane of their own: they wait for each other, but not for channels. On a
+parallel link transfers wait for nothing and occupy nothing. The receive buffer is taken when a
+transfer is requested and freed when its last reader there has ended, except on devices that keep
+them: there all of a step's receive buffers are held from its start to its end. The sender keeps the
+tensor until it has arrived. The transfer's overhead on a compute stream is paid by the next op that
+starts there.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _State:
     memory: list[int] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
     channel_free: list[int] = field(default_factory=list)
-    lane_free: dict[tuple[int, int, bool], int] = field(default_factory=dict)
+    lane_free: dict[tuple[int, int, int], int] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     references: dict[int, int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -248,15 +249,16 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
     pair = d * state.core.num_devices + e
     used = wires.channel[wires.channel_ptr[pair] : wires.channel_ptr[pair + 1]]
     kind = wires.link_class[d, e]
-    queues = bool(wires.queues[kind, carrier])
-    begin = max(state.now, state.lane_free.get((d, e, queues), 0))
-    if queues:
+    queues = int(wires.queues[kind, carrier])
+    begin = state.now if queues == 2 else max(state.now, state.lane_free.get((d, e, queues), 0))
+    if queues == 1:
         begin = max([begin, *(state.channel_free[c] for c in used)])
     end = begin + int(wires.transfer_ns[kind, carrier])
-    state.lane_free[d, e, queues] = end
-    for c in used:
-        free = max(state.channel_free[c], begin)
-        state.channel_free[c] = free + int(wires.channel_ns[kind, carrier])
+    if queues != 2:
+        state.lane_free[d, e, queues] = end
+        for c in used:
+            free = max(state.channel_free[c], begin)
+            state.channel_free[c] = free + int(wires.channel_ns[kind, carrier])
     arrival = end + int(wires.latency_ns[d, e])
     state.debt[d] += int(wires.send_ns[kind, carrier])
     if wires.fixed_buffers[e]:

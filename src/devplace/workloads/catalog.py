@@ -106,7 +106,8 @@ def _entry(name: str) -> tuple[str, str]:
     if name not in _CATALOG:
         raise InputError(
             f"Unknown workload {name!r}.{did_you_mean(name, NAMES)} "
-            f"Workloads: {', '.join(NAMES)}; or your own as file.py:function."
+            f"Workloads: {', '.join(NAMES)}; or your own as file.py:function; "
+            f"or an .onnx or .pt2 file."
         )
     return _CATALOG[name]
 

@@ -1,0 +1,219 @@
+"""Which solvers there are for each kind of instance, by the names `--placer` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from devplace import placers
+from devplace.bench import simple
+from devplace.bench.answer import Answer, Blocks, Schedule, Split, Stages, Status, verify
+from devplace.bench.convert import (
+    PS_PER_MS,
+    block_problem,
+    dataflow_problem,
+    load_problem,
+    replicated_problem,
+    tensor_stage_problem,
+)
+from devplace.errors import InputError, did_you_mean
+from devplace.instances import Instance
+from devplace.instances.records import (
+    DataflowInstance,
+    LoadInstance,
+    PipelineInstance,
+    VariantInstance,
+)
+from devplace.load import LoadSolution, solve, solve_contiguous
+from devplace.load.latency import pieces
+from devplace.load.replicated import PS_PER_S, solve_replicated
+from devplace.load.solve_latency import solve_latency
+from devplace.load.tensor_stages import solve_tensor_stages
+from devplace.placers import Budget
+from devplace.problem import Problem
+from devplace.simulator.bounds import lower_bound
+from devplace.verify import Stage
+
+DEFAULT = "search"
+_STATUS: dict[str, Status] = {
+    "optimal": "optimal",
+    "feasible": "feasible",
+    "infeasible": "infeasible",
+    "unknown": "unknown",
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a solver may spend.
+
+    Attributes:
+        budget: Seconds, and simulations where the solver counts them.
+        seed: Of all randomness.
+        threads: Threads, at most.
+    """
+
+    budget: Budget
+    seed: int = 0
+    threads: int = 2
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time, s; a day where only moves are counted."""
+        if self.budget.seconds is None and self.budget.evaluations is not None:
+            return 86_400.0
+        return self.budget.seconds or placers.budget.DEFAULT_SECONDS
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the answer shall depend on the seed alone, not on the clock."""
+        return self.budget.seconds is None and self.budget.evaluations is not None
+
+
+Solver = Callable[[Any, Effort], Answer]
+
+
+def solver(instance: Instance, name: str) -> Solver:
+    """The solver of that name for an instance.
+
+    Raises:
+        InputError: There is none; says which there are.
+    """
+    known = solvers_of(instance)
+    if name not in known:
+        raise InputError(
+            f"Placer {name!r} does not solve {instance.about.name} (objective "
+            f"{instance.objective}).{did_you_mean(name, known)} Known for it: {', '.join(known)}."
+        )
+    return known[name]
+
+
+def solvers_of(instance: Instance) -> dict[str, Solver]:
+    """Solvers by name."""
+    if isinstance(instance, DataflowInstance):
+        return {placer().name: _placer(placer().name) for placer in placers.ALL}
+    if isinstance(instance, LoadInstance):
+        simple_ones: dict[str, Solver] = {
+            "single": lambda instance, effort: simple.single(instance),
+            "greedy": lambda instance, effort: simple.greedy(instance),
+            "expert": lambda instance, effort: simple.expert(instance),
+        }
+        if instance.objective == "latency":
+            return {"search": _latency, **simple_ones}
+        return {"search": _largest_load, "contiguous": _contiguous, **simple_ones}
+    if isinstance(instance, PipelineInstance):
+        return {"search": _replicated}
+    return {"search": _tensor_stages}
+
+
+def _largest_load(instance: LoadInstance, effort: Effort) -> Answer:
+    """devplace's own search, with bounds and CP-SAT where it is installed."""
+    found = solve(
+        load_problem(instance),
+        effort.seconds,
+        effort.seed,
+        1 if effort.is_counted else effort.threads,
+        max_evaluations=effort.budget.evaluations,
+        exact=not effort.is_counted,
+    )
+    return _split(found, _STATUS[found.status], found.bound_ps / PS_PER_MS)
+
+
+def _contiguous(instance: LoadInstance, effort: Effort) -> Answer:
+    """Best contiguous split (the dynamic programme of Tarnawski et al.); `optimal` there is no
+    proof for splits of other kinds."""
+    found = solve_contiguous(load_problem(instance), effort.seconds)
+    status: Status = "unknown" if found.device is None else "feasible"
+    return _split(found, status, None)
+
+
+def _latency(instance: LoadInstance, effort: Effort) -> Answer:
+    """devplace's own search over blocks."""
+    problem = block_problem(instance)
+    found = solve_latency(
+        problem,
+        effort.seconds,
+        effort.seed,
+        1 if effort.is_counted else effort.threads,
+        max_evaluations=effort.budget.evaluations,
+    )
+    bound = found.bound_ps / PS_PER_MS
+    status = _STATUS[found.status]
+    if found.device is None or found.value_ps is None:
+        return Answer(None, status, bound if status == "unknown" else None, why=found.how)
+    device = tuple(int(d) for d in found.device)
+    piece = pieces(problem, found.device).tolist()
+    k = instance.num_accelerators
+    block = tuple(d + k * p if d < k else -1 for d, p in zip(device, piece, strict=True))
+    return Answer(Blocks(device, block), status, bound, found.value_ps / PS_PER_MS)
+
+
+def _replicated(instance: PipelineInstance, effort: Effort) -> Answer:
+    """PipeDream's dynamic programme, over all places to cut."""
+    found = solve_replicated(replicated_problem(instance))
+    stages = tuple(
+        Stage(tuple(np.flatnonzero(found.stage == s).tolist()), int(count))
+        for s, count in enumerate(found.replicas)
+    )
+    solution = Stages(stages)
+    broken = verify(instance, solution).broken
+    if broken:  # the programme knows no memory
+        return Answer(None, "unknown", found.bound_ps / PS_PER_S, why=broken[0])
+    status = _STATUS[found.status]
+    return Answer(solution, status, found.bound_ps / PS_PER_S, found.value_ps / PS_PER_S)
+
+
+def _tensor_stages(instance: VariantInstance, effort: Effort) -> Answer:
+    """Piper's dynamic programme, searched by bisection."""
+    found = solve_tensor_stages(tensor_stage_problem(instance))
+    status = _STATUS[found.status]
+    if found.stages is None:
+        return Answer(None, status, None, why="no stages fit the memory")
+    stages = tuple(
+        Stage(stage.nodes, stage.data_degree, stage.tensor_degree, stage.variant)
+        for stage in found.stages
+    )
+    return Answer(Stages(stages), status, found.bound_s, found.value_s)
+
+
+def _split(found: LoadSolution, status: Status, bound: float | None) -> Answer:
+    if found.device is None or found.value_ps is None:
+        return Answer(None, status, bound if status == "unknown" else None, why=found.how)
+    device = tuple(int(d) for d in found.device)
+    return Answer(Split(device), status, bound, found.value_ps / PS_PER_MS)
+
+
+def _placer(name: str) -> Solver:
+    """One of devplace's placers on a dataflow graph."""
+
+    def run(instance: DataflowInstance, effort: Effort) -> Answer:
+        problem, unit = dataflow_problem(instance)
+        placer = placers.by_name(name)
+        reason = placer.supports(problem)
+        if reason:
+            return Answer(None, "unknown", why=reason)
+        bound = lower_bound(problem)
+        result = placers.place(problem, placer, effort.budget, effort.seed, bound=bound)
+        ops = problem.graph.ops
+        device = [0] * len(ops)
+        for op, d in zip(ops, result.plan.placement, strict=True):
+            device[int(op.name)] = d
+        order = tuple(tuple(int(ops[v].name) for v in row) for row in result.plan.order)
+        least = max(bound.step_ns, _exact_bound(problem))
+        return Answer(
+            Schedule(tuple(device), order),
+            "optimal" if result.step_ns <= least else "feasible",
+            float(least * unit),
+            float(result.step_ns * unit),
+        )
+
+    return run
+
+
+def _exact_bound(problem: Problem) -> int:
+    """Work shared out perfectly, in whole numbers: the general bound is a hair lower."""
+    work = int(problem.costs.compute_ns[:, 0].sum())
+    return -(-work // len(problem.machine.devices))

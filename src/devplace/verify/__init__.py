@@ -1,0 +1,22 @@
+"""Independent checks of solutions: plain, slow, and sharing no code with what they check."""
+
+from devplace.verify.latency import verify_latency
+from devplace.verify.makespan import verify_makespan
+from devplace.verify.pipeline import Stage, verify_pipeline, verify_variants
+from devplace.verify.step import StepVerdict, verify_placement, verify_plan, verify_step
+from devplace.verify.throughput import verify_throughput
+from devplace.verify.verdict import Verdict
+
+__all__ = [
+    "Stage",
+    "StepVerdict",
+    "Verdict",
+    "verify_latency",
+    "verify_makespan",
+    "verify_pipeline",
+    "verify_placement",
+    "verify_plan",
+    "verify_step",
+    "verify_throughput",
+    "verify_variants",
+]
