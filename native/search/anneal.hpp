@@ -253,13 +253,17 @@ class Chain {
       const i32 length = 2 + random_.below(std::max(1, C / 4)), first = random_.below(C), to = some_device();
       for (i32 c = first; c < std::min(C, first + length); ++c) move_class(c, to);
     } else if (kind < 0.45) {
-      move_class(some_class(), some_device());
-      const i32 other = some_class();
-      move_class(other, some_device());
+      move_some_class();
+      move_some_class();
     } else {
-      move_class(some_class(), some_device());
+      move_some_class();
     }
     return !moved_.empty();
+  }
+
+  void move_some_class() {
+    const i32 c = some_class(), to = some_device();
+    move_class(c, to);
   }
 
   // A run of the critical path goes to the device of its neighbour there, or to any.

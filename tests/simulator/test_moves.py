@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tests.strategies import problems, random_placement, random_problem
 
 from devplace import placers
-from devplace.placers.anneal import Best, make_classes
+from devplace.placers import chains
 from devplace.placers.budget import Budget
+from devplace.placers.classes import Best, make_classes
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.explore import Explorer, Schedule
 from devplace.placers.groups import mean_duration_ns
@@ -139,3 +140,25 @@ def test_what_is_simulated_again_is_only_the_rest() -> None:
     last = np.array([len(device) - 1], np.int32)
     _, events = kernel.moves(device, [(last, np.array([1], np.int32))], np.full(1, LARGEST))
     assert events < int((chain.core.tasks.is_source == 0).sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, seed=st.integers(0, 2**32 - 1))
+def test_native_chains_are_those_of_plain_python(problem: Problem, seed: int) -> None:
+    """Same seeds: the same placements, priorities and numbers of simulations."""
+    if problem.core.tasks.num_groups == 0:
+        return
+    classes = make_classes(
+        problem, np.arange(len(problem.graph.ops), dtype=np.int32) // 2, mean_duration_ns(problem)
+    )
+    explorer, start = explorer_of(problem, 2, seed, 1)
+    space = explorer._space(classes, list(problem.usable_devices))
+    schedule = Schedule(0.02, 0.4, 50, 1000, 0.0)
+    starts, seeds = np.stack([start.groups] * 2), np.array([seed, seed + 1], np.int64)
+    given = np.arange(2 * problem.core.tasks.num_tasks, dtype=np.int64).reshape(2, -1)
+    for priorities in (None, given):
+        arguments = (space, schedule, starts, priorities, seeds)
+        fast = NativeKernel(native, problem.core).anneal(*arguments, 1)
+        slow = chains.anneal(problem.core, *arguments)
+        for one, other in zip(fast, slow, strict=True):
+            np.testing.assert_array_equal(one, other)

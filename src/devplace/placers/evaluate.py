@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.placers import chains
 from devplace.placers.budget import Budget
 from devplace.placers.runners_up import RunnersUp
 from devplace.problem import Placement, Problem
@@ -156,9 +157,11 @@ class Evaluator:
             Per chain: devices of groups `[G]`, priorities of tasks `[N]`, step time, bytes over
             the limits.
         """
-        groups, priority, step, overflow, made = self.kernel.anneal(
-            space, settings, starts, priorities, seeds, self.threads
-        )
+        if hasattr(self.kernel, "anneal"):
+            found = self.kernel.anneal(space, settings, starts, priorities, seeds, self.threads)
+        else:
+            found = chains.anneal(self.problem.core, space, settings, starts, priorities, seeds)
+        groups, priority, step, overflow, made = found
         self.num_evaluations += int(made.sum())
         self._remember(step, overflow, groups[:, self.problem.core.tasks.group], priority)
         if self._progress is not None:

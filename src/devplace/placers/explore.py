@@ -1,4 +1,4 @@
-"""Annealing in native code: several chains at once, moves simulated from where they matter."""
+"""Simulated annealing by several chains at once, in native code where that was built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.anneal import Best, Classes
+from devplace.placers.classes import Best, Classes
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import legal
 from devplace.problem import Problem
@@ -90,11 +90,6 @@ class Explorer:
         count, devices = problem.core.tasks.num_groups, len(problem.machine.devices)
         wishes = [legal(problem, np.full(count, d, np.int32)) for d in range(devices)]
         self._target = np.ascontiguousarray(np.stack(wishes, axis=1), np.int32)
-
-    @staticmethod
-    def is_possible(evaluate: Evaluator) -> bool:
-        """Whether the native module is there."""
-        return hasattr(evaluate.kernel, "anneal")
 
     def run(
         self,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.anneal import Annealer, Best
+from devplace.placers.classes import Best, Incumbent
 from devplace.problem import Problem
 from devplace.simulator.critical import critical_tasks, device_orders
 from devplace.simulator.reference import CoreTimeline
@@ -51,18 +51,18 @@ def realised_tails(problem: Problem, device: I32, run: CoreTimeline) -> I64:
 
 
 def refine_placement(
-    annealer: Annealer, rng: np.random.Generator, devices: list[int], until: float, width: int
+    incumbent: Incumbent, rng: np.random.Generator, devices: list[int], until: float, width: int
 ) -> None:
     """Move runs of ops on the critical path to another device while that helps.
 
-    Improves `annealer.best`; stops at this part of the budget, or when nothing has helped for a
+    Improves `incumbent.best`; stops at this part of the budget, or when nothing has helped for a
     while.
     """
-    problem, evaluate = annealer.problem, annealer.evaluate
+    problem, evaluate = incumbent.problem, incumbent.evaluate
     tasks = problem.core.tasks
     stale = 0
     while stale < 60 and evaluate.fraction_spent < until and not evaluate.exhausted:
-        best = annealer.best
+        best = incumbent.best
         device = best.groups[tasks.group]
         priority = best.priority
         if priority is None:
@@ -77,10 +77,10 @@ def refine_placement(
             candidates = [
                 _move_some(problem, best.groups, device, chain, rng, devices) for _ in range(width)
             ]
-            annealer.values(np.stack(candidates), best.priority)
-            if annealer.best is not best:
+            incumbent.try_all(np.stack(candidates), best.priority)
+            if incumbent.best is not best:
                 break
-        stale = 0 if annealer.best is not best else stale + 1
+        stale = 0 if incumbent.best is not best else stale + 1
 
 
 def _move_some(
@@ -107,22 +107,22 @@ def _move_some(
     return moved
 
 
-def improve_order(annealer: Annealer, rng: np.random.Generator, until: float, width: int) -> None:
+def improve_order(incumbent: Incumbent, rng: np.random.Generator, until: float, width: int) -> None:
     """Improve the order of the best placement.
 
     Each round takes the tails of the best schedule so far as priorities, as they are and with a
-    little noise. Improves `annealer.best`.
+    little noise. Improves `incumbent.best`.
     """
-    problem, evaluate = annealer.problem, annealer.evaluate
+    problem, evaluate = incumbent.problem, incumbent.evaluate
     tasks = problem.core.tasks
-    device = annealer.best.groups[tasks.group]
-    base = annealer.best.priority
+    device = incumbent.best.groups[tasks.group]
+    base = incumbent.best.priority
     if base is None:
         base = evaluate.kernel.priority(device)
     static = evaluate.kernel.priority(device)
     stale = 0
     while stale < 12 and evaluate.fraction_spent < until and not evaluate.exhausted:
-        best: Best = annealer.best
+        best: Best = incumbent.best
         current = best.priority if best.priority is not None else base
         tails = realised_tails(problem, device, evaluate.kernel.trace(device, current))
         rows = [tails, (tails + static) // 2, (current + tails) // 2]
@@ -131,5 +131,5 @@ def improve_order(annealer: Annealer, rng: np.random.Generator, until: float, wi
             factor = 1.0 + noise[k % len(noise)] * rng.standard_normal(tasks.num_tasks)
             rows.append((current * factor).astype(np.int64))
         priorities = np.stack(rows)
-        annealer.values(np.tile(best.groups, (len(rows), 1)), priorities)
-        stale = 0 if annealer.best is not best else stale + 1
+        incumbent.try_all(np.tile(best.groups, (len(rows), 1)), priorities)
+        stale = 0 if incumbent.best is not best else stale + 1

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
-from devplace.placers.anneal import Annealer, Best, Classes, make_classes
+from devplace.placers.classes import Best, Classes, Incumbent, make_classes
 from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator
@@ -20,7 +20,6 @@ from devplace.placers.greedy import Greedy
 from devplace.placers.groups import (
     accelerators,
     by_vote,
-    group_time_ns,
     mean_duration_ns,
     op_devices,
 )
@@ -41,16 +40,15 @@ MOST_CHAINS = 16
 
 @dataclass(frozen=True)
 class Search:
-    """Annealing over structural classes, coarse to fine, then moves on the critical path, then the
-    order.
+    """Chains of annealing over structural classes, coarse to fine, then the order and moves on the
+    critical path.
 
     Classes are module path x main path or weight-gradient side path (`graph.coarsen`); nothing is
     known of particular models. All trivial plans (each single device, CPU, even and greedy splits,
     list schedulers) are tried first, so the result is never worse than any of them.
 
     Attributes:
-        width: Neighbours simulated at once; part of the result, so the same on every machine.
-        restarts: Annealing runs per level from different starts.
+        width: Chains of annealing; under a budget of time as many as there are threads, up to 16.
         coarse: Classes on the coarsest level, at most (if module paths allow).
         fine: Classes on the finest level, at most.
         exact: Problems with at most this many placements are solved by trying them all.
@@ -60,7 +58,6 @@ class Search:
 
     name: str = "search"
     width: int = 4
-    restarts: int = 3
     coarse: int = 80
     fine: int = 1500
     heat: float = 0.005
@@ -77,19 +74,16 @@ class Search:
     ) -> Placement:
         """Search until the budget is spent."""
         starts = self._trivial(problem, evaluate, rng)
-        annealer = Annealer(problem, evaluate, rng, starts[0], self.width)
+        incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
-        self._exhaust(annealer)
+        self._exhaust(incumbent)
         fast = accelerators(problem)
         everything = list(problem.usable_devices)
         devices = fast if starts[0].overflow_bytes == 0 else everything
         levels = self._levels(problem)
-        if Explorer.is_possible(evaluate):
-            self._explore(annealer, starts, levels, devices, rng)
-        else:
-            self._anneal(annealer, starts, levels, devices, rng)
-        best = annealer.best
+        self._explore(incumbent, starts, levels, devices, rng)
+        best = incumbent.best
         placement = Placement(op_devices(problem, best.groups))
         if best.priority is None:
             return placement
@@ -97,18 +91,18 @@ class Search:
 
     def _explore(
         self,
-        annealer: Annealer,
+        incumbent: Incumbent,
         starts: list[Best],
         levels: list[Classes],
         devices: list[int],
         rng: np.random.Generator,
     ) -> None:
-        """Native chains from coarse to fine, then the order and the critical path in turn."""
-        evaluate, everything = annealer.evaluate, list(annealer.problem.usable_devices)
+        """Chains from coarse to fine, then the order and the critical path in turn."""
+        evaluate, everything = incumbent.evaluate, list(incumbent.problem.usable_devices)
         chains = self.width
         if evaluate.budget.evaluations is None:  # then nobody counts on the same plan everywhere
             chains = max(chains, min(MOST_CHAINS, evaluate.threads))
-        explorer = Explorer(annealer.problem, evaluate, rng, chains)
+        explorer = Explorer(incumbent.problem, evaluate, rng, chains)
         limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
 
         def run(
@@ -122,8 +116,7 @@ class Search:
             most = UNLIMITED if limited else 40 * PATIENCE
             schedule = Schedule(heat, chain_share, most, PATIENCE, 0.0)
             found = explorer.run(level, begins, where, until, schedule)
-            if found[0].key < annealer.best.key:
-                annealer.best = found[0]
+            incumbent.offer(found[0])
             return found
 
         evaluate.runners_up.heading = "start"
@@ -137,45 +130,14 @@ class Search:
         while not evaluate.exhausted:
             before = evaluate.num_evaluations
             spent = evaluate.fraction_spent
-            improve_order(annealer, rng, spent + 0.1 * (1 - spent), 2 * self.width)
+            improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
             level = levels[int(rng.integers(len(levels)))]
             heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
             share = float(rng.choice([0.0, 0.3, 0.9]))
             until = spent + max(0.04, 0.3 * (1 - spent))
-            run(level, [annealer.best], everything, min(1.0, until), heat, share)
-            refine_placement(annealer, rng, everything, min(1.0, until + 0.01), self.width)
+            run(level, [incumbent.best], everything, min(1.0, until), heat, share)
+            refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             if not limited or evaluate.num_evaluations == before:
-                break
-
-    def _anneal(
-        self,
-        annealer: Annealer,
-        starts: list[Best],
-        levels: list[Classes],
-        devices: list[int],
-        rng: np.random.Generator,
-    ) -> None:
-        """The same in Python, where the native module was not built."""
-        evaluate, everything = annealer.evaluate, list(annealer.problem.usable_devices)
-        self._coarse(annealer, levels[0], starts, devices, rng)
-        for k, level in enumerate(levels[1:]):
-            evaluate.runners_up.heading = f"level {k + 1}"
-            until = 0.45 + 0.3 * (k + 1) / (len(levels) - 1)
-            self._again(annealer, level, everything, until, self.heat / 4, 3000)
-        evaluate.runners_up.heading = "fine"
-        for share in (0.82, 0.9, 1.0):
-            improve_order(annealer, rng, share - 0.04, 2 * self.width)
-            refine_placement(annealer, rng, everything, share, self.width)
-        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
-        while limited and not evaluate.exhausted:
-            before = evaluate.num_evaluations
-            level = levels[int(rng.integers(len(levels)))]
-            until = evaluate.fraction_spent + 0.6 * (1 - evaluate.fraction_spent)
-            heat = self.heat * float(rng.choice([0.1, 0.3, 1.0]))
-            self._again(annealer, level, everything, until, heat, 1500)
-            improve_order(annealer, rng, 1.0, 2 * self.width)
-            refine_placement(annealer, rng, everything, 1.0, self.width)
-            if evaluate.num_evaluations == before:
                 break
 
     def _trivial(
@@ -210,17 +172,17 @@ class Search:
                 keep(placer(problem, evaluate, rng), placer.name)
         return sorted(found, key=lambda best: best.key)
 
-    def _exhaust(self, annealer: Annealer) -> None:
+    def _exhaust(self, incumbent: Incumbent) -> None:
         """Try every placement of a small problem; the order is left to what follows."""
-        choices = [np.flatnonzero(row).tolist() for row in annealer.problem.allowed]
+        choices = [np.flatnonzero(row).tolist() for row in incumbent.problem.allowed]
         count = math.prod(len(options) for options in choices)
-        left = annealer.evaluate.budget.evaluations or count
+        left = incumbent.evaluate.budget.evaluations or count
         if count > min(self.exact, left):
             return
         every = itertools.product(*choices)
         while rows := list(itertools.islice(every, 64)):
-            annealer.values(np.array(rows, np.int32))
-            if annealer.evaluate.exhausted:
+            incumbent.try_all(np.array(rows, np.int32))
+            if incumbent.evaluate.exhausted:
                 return
 
     def _levels(self, problem: Problem) -> list[Classes]:
@@ -248,41 +210,6 @@ class Search:
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
             levels.append(make_classes(problem, per_group, time))
         return levels
-
-    def _again(
-        self,
-        annealer: Annealer,
-        level: Classes,
-        devices: list[int],
-        until: float,
-        heat: float,
-        patience: int,
-    ) -> None:
-        """Anneal on one level from the best placement so far."""
-        problem = annealer.problem
-        group_time = group_time_ns(problem).mean(axis=1)
-        start = level.vote(annealer.best.groups, group_time, len(problem.machine.devices))
-        annealer.run(level, start, devices, until, heat, patience)
-
-    def _coarse(
-        self,
-        annealer: Annealer,
-        level: Classes,
-        starts: list[Best],
-        devices: list[int],
-        rng: np.random.Generator,
-    ) -> None:
-        problem = annealer.problem
-        count = len(problem.machine.devices)
-        group_time = group_time_ns(problem).mean(axis=1)
-        for k in range(self.restarts):
-            annealer.evaluate.runners_up.heading = f"start {k}"
-            if k < len(starts) and k != self.restarts - 1:
-                start = level.vote(starts[k].groups, group_time, count)
-            else:
-                start = rng.choice(np.array(devices, np.int32), level.count)
-            until = 0.45 * (k + 1) / self.restarts
-            annealer.run(level, start.astype(np.int32), devices, until, self.heat, 1200)
 
 
 def _first_task_of_group(problem: Problem) -> I32:

@@ -1,0 +1,280 @@
+"""The chains of native/search/anneal.hpp in plain Python: the same moves, numbers and placements.
+
+Slow and obvious: every move is simulated as a whole. It stands in where the native module was not
+built, and tests hold the native one against it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.problem import Core
+from devplace.simulator.critical import critical_tasks
+from devplace.simulator.reference import critical_path_priority, simulate_core
+
+if TYPE_CHECKING:
+    from devplace.placers.explore import Schedule, Space
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+NEVER = 1e300
+_MASK = 2**64 - 1
+
+
+class SplitMix:
+    """Random numbers that are the same everywhere (Steele, Lea and Flood 2014)."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = (seed * 0x9E3779B97F4A7C15 + 0x1234567) & _MASK
+
+    def uniform(self) -> float:
+        """In [0, 1)."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        z = self._state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return float((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+    def below(self, count: int) -> int:
+        """In 0 .. count - 1."""
+        return int(self.uniform() * count)
+
+
+def anneal(
+    core: Core, space: Space, schedule: Schedule, starts: I32, priorities: I64 | None, seeds: I64
+) -> tuple[I32, I64, I64, I64, I64]:
+    """As `NativeKernel.anneal`, one chain after the other."""
+    found = []
+    for k, seed in enumerate(seeds.tolist()):
+        chain = _Chain(core, space, schedule, seed, schedule.seconds / len(seeds))
+        found.append(chain.run(starts[k], None if priorities is None else priorities[k]))
+    groups, priority, step, overflow, made = zip(*found, strict=True)
+    return (
+        np.stack(groups),
+        np.stack(priority),
+        np.array(step, np.int64),
+        np.array(overflow, np.int64),
+        np.array(made, np.int64),
+    )
+
+
+class _Chain:
+    """One chain; the names are those of the native one."""
+
+    def __init__(
+        self, core: Core, space: Space, schedule: Schedule, seed: int, seconds: float
+    ) -> None:
+        self._core, self._space, self._schedule = core, space, schedule
+        self._random = SplitMix(seed)
+        self._seconds, self._begin, self._now, self._tries = seconds, time.monotonic(), 0.0, 0
+        self._is_plain = bool((core.wires.streams == 1).all()) and not space.tracks_memory
+        self._made = self._step = self._overflow = 0
+        self._value = self._best_value = 0.0
+        self._is_fresh = False
+        self._best: tuple[I32, I64, int, int]
+        self._moved: list[tuple[int, int]] = []
+        self._chain: list[int] = []
+        bounds = space.class_ptr.tolist()
+        members = space.class_groups.tolist()
+        self._members = [members[a:b] for a, b in pairwise(bounds)]
+
+    def run(self, groups: I32, priority: I64 | None) -> tuple[I32, I64, int, int, int]:
+        """Best groups, priorities, step time, bytes over limits; simulations made."""
+        self._groups = groups.copy()
+        self._start(priority)
+        self._keep_best()
+        self._refocus()
+        stale, most = 0, self._schedule.most_evaluations
+        while self._made < most and stale < self._schedule.patience and not self._is_late():
+            heat = self._best_value * self._schedule.heat * math.exp(-6.0 * self._spent())
+            bar = self._value - heat * math.log(max(1e-300, self._random.uniform()))
+            stale += 1
+            if not self._propose():
+                continue
+            found = self._evaluate(bar)
+            if found > bar:
+                self._undo()
+                continue
+            is_other = found != self._value
+            self._take(found)
+            if self._value < self._best_value * (1 - 1e-6):
+                self._keep_best()
+                stale = 0
+            if is_other:
+                self._refocus()
+        return (*self._best, self._made)
+
+    def _device(self) -> I32:
+        return self._groups[self._space.task_group]
+
+    def _start(self, given: I64 | None) -> None:
+        self._made += 1
+        device = self._device()
+        self._priority = critical_path_priority(self._core, device)
+        self._value = self._simulate(device, self._priority)
+        if given is None:
+            return
+        own = self._value, self._step, self._overflow
+        value = self._simulate(device, given)
+        if value < own[0]:
+            self._value, self._priority = value, given.copy()
+        else:
+            self._value, self._step, self._overflow = own
+
+    def _simulate(self, device: I32, priority: I64) -> float:
+        """Value of a placement."""
+        self._run = simulate_core(self._core, device, priority)
+        self._step, self._overflow, share = int(self._run.makespan_ns), 0, 0.0
+        if self._is_plain:
+            return float(self._step)
+        if self._space.tracks_memory:
+            limits = self._space.limit_bytes
+            over = np.maximum(self._run.peak_bytes - limits, 0).sum()
+            pools = np.maximum(self._run.pool_peak_bytes - self._space.pool_limit_bytes, 0).sum()
+            self._overflow = int(over + pools)
+            share = float(self._overflow) / float(max(1, int(limits.min())))
+        return float(self._step) * (1 + 2 * share + (0.05 if self._overflow > 0 else 0.0))
+
+    def _evaluate(self, bar: float) -> float:
+        self._made += 1
+        device = self._device()
+        self._is_fresh = True
+        if self._is_plain:
+            self._is_fresh = self._random.uniform() < self._schedule.fresh_share
+        self._held = self._priority
+        if self._is_fresh:
+            self._priority = critical_path_priority(self._core, device)
+        value = self._simulate(device, self._priority)
+        return NEVER if self._is_plain and self._step > int(min(bar, 9e18)) else value
+
+    def _undo(self) -> None:
+        for group, old in reversed(self._moved):
+            self._groups[group] = old
+        self._priority = self._held
+
+    def _take(self, found: float) -> None:
+        self._value = found
+        if not self._is_plain:
+            return
+        self._made += 1
+        if self._is_fresh:
+            return
+        known, device, old = self._step, self._device(), self._priority
+        self._priority = critical_path_priority(self._core, device)
+        self._simulate(device, self._priority)
+        if self._step > known:
+            self._priority = old
+            self._simulate(device, old)
+        self._value = float(self._step)
+
+    def _keep_best(self) -> None:
+        self._best_value = self._value
+        overflow = 0 if self._is_plain else self._overflow
+        self._best = (self._groups.copy(), self._priority.copy(), self._step, overflow)
+
+    def _refocus(self) -> None:
+        """The critical path of the present state, and how likely each class is to move."""
+        space, device = self._space, self._device()
+        if self._is_plain:
+            self._run = simulate_core(self._core, device, self._priority)
+            self._chain = critical_tasks(self._core, device, self._run)
+        count = len(space.class_weight)
+        share, total = [0.0] * count, 0.0
+        for task in self._chain:
+            length = float(self._core.wires.duration_ns[task, device[task]])
+            share[space.group_class[space.task_group[task]]] += length
+            total += length
+        weights = [
+            0.4 * weight + 0.2 / float(count) + (0.4 * part / total if total > 0 else 0.0)
+            for weight, part in zip(space.class_weight.tolist(), share, strict=True)
+        ]
+        self._sums = list(accumulate(weights, initial=0.0))[1:]
+
+    def _some_class(self) -> int:
+        at = bisect_right(self._sums, self._random.uniform() * self._sums[-1])
+        return min(at, len(self._sums) - 1)
+
+    def _some_device(self) -> int:
+        return int(self._space.devices[self._random.below(len(self._space.devices))])
+
+    def _move_group(self, group: int, wish: int) -> None:
+        target = int(self._space.target[group, wish])
+        if self._groups[group] != target:
+            self._moved.append((group, int(self._groups[group])))
+            self._groups[group] = target
+
+    def _move_class(self, number: int, wish: int) -> None:
+        for group in self._members[number]:
+            self._move_group(group, wish)
+
+    def _move_some_class(self) -> None:
+        number = self._some_class()
+        self._move_class(number, self._some_device())
+
+    def _device_of_class(self, number: int) -> int:
+        return int(self._groups[self._members[number][0]])
+
+    def _propose(self) -> bool:
+        """Change groups; whether anything came of it."""
+        random, count = self._random, len(self._members)
+        self._moved = []
+        kind = random.uniform()
+        if self._chain and random.uniform() < self._schedule.chain_share:
+            self._move_run()
+        elif kind < 0.2 and count > 1:
+            a, b = self._some_class(), self._some_class()
+            to_a, to_b = self._device_of_class(b), self._device_of_class(a)
+            if a != b:
+                self._move_class(a, to_a)
+                self._move_class(b, to_b)
+        elif kind < 0.3:
+            length = 2 + random.below(max(1, count // 4))
+            first = random.below(count)
+            target = self._some_device()
+            for number in range(first, min(count, first + length)):
+                self._move_class(number, target)
+        else:
+            self._move_some_class()
+            if kind < 0.45:
+                self._move_some_class()
+        return bool(self._moved)
+
+    def _move_run(self) -> None:
+        """A run of the critical path goes to the device of its neighbour there, or to any."""
+        random, chain, of = self._random, self._chain, self._space.task_group
+        count = len(chain)
+        first, length = random.below(count), 1
+        if random.uniform() < 0.7:
+            while length < count and random.uniform() < 0.7:
+                length += 1
+        here = self._groups[of[chain[first]]]
+        target = self._some_device()
+        if random.uniform() < 0.7:
+            ahead = random.uniform() < 0.5
+            beside = min(count - 1, first + length) if ahead else max(0, first - 1)
+            there = int(self._groups[of[chain[beside]]])
+            if there != here:
+                target = there
+        for task in chain[first : min(count, first + length)]:
+            self._move_group(int(of[task]), target)
+
+    def _is_late(self) -> bool:
+        if self._seconds <= 0:
+            return False
+        if self._tries % 8 == 0:
+            self._now = time.monotonic() - self._begin
+        self._tries += 1
+        return self._now >= self._seconds
+
+    def _spent(self) -> float:
+        parts = [self._made / max(1, self._schedule.most_evaluations)]
+        if self._seconds > 0:
+            parts.append(self._now / self._seconds)
+        return min(1.0, max(parts))
