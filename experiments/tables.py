@@ -106,7 +106,7 @@ def gpu_plans(data: dict[str, Any]) -> str:
     """Plans on GPUs, predicted beside measured."""
     made, errors = data["provenance"], data["errors_package"]
     lines = [
-        "# Plans on GPUs, predicted and measured",
+        f"# {data.get('title', 'Plans on GPUs, predicted and measured')}",
         "",
         f"Milliseconds per training step, steps not waited for one by one. {made['cards']}, "
         f"{made['cpu_cores']} cores, driver {made['driver']}, torch {made['torch']}, SGD, fp32 "
@@ -143,7 +143,69 @@ def gpu_plans(data: dict[str, Any]) -> str:
             f"{measured / alone[step]:.2f} |"
         )
     lines += ["", *(f"- {k}: {v}" for k, v in errors.items() if "," in k), ""]
-    return "\n".join(lines)
+    return "\n".join(lines + _baseline_lines(data.get("baselines", [])))
+
+
+def _baseline_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """What others do on the same machine, where it was measured."""
+    if not rows:
+        return []
+    lines = [
+        "## Others, on the same machine",
+        "",
+        "| step | GPUs | how | measured |",
+        "|---|---|---|---|",
+    ]
+    for row in sorted(
+        rows, key=lambda r: (r["table"], r["workload"], r["number_format"], r["gpus"])
+    ):
+        if "step_ms" in row:
+            step = row["workload"] + (f", batch {row['batch']}" if "batch" in row else "")
+            lines.append(
+                f"| {step}, {row['number_format']} | {row['gpus']} | {row['row']} | "
+                f"{row['step_ms']:.2f} |"
+            )
+    missing = sorted({f"{r['row']} of {r['workload']}" for r in rows if "step_ms" not in r})
+    if missing:
+        lines += ["", f"Not measured for lack of time: {', '.join(missing)}."]
+    return [*lines, ""]
+
+
+def gpu_memory(data: dict[str, Any]) -> str:
+    """Predicted peaks beside what was reserved, and verdicts."""
+    found = data["summary"]
+    lines = [
+        "# Predicted and measured memory",
+        "",
+        f"{data['provenance']}",
+        "",
+        f"Median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}; verdicts "
+        f"right in {found['right']} of {found['cases']} cases. MiB.",
+        "",
+        "| step | GPUs | device | predicted | reserved | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    verdicts = [
+        "",
+        "| step | GPUs | limit | predicted | should run | ran |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in data["models"]:
+        for peak in model["peaks"]:
+            for row in peak.get("rows", []):
+                predicted, reserved = row["predicted_bytes"], row["reserved_peak_bytes"]
+                lines.append(
+                    f"| {model['model']} | {peak['gpus']} | {row['device']} | "
+                    f"{predicted / 2**20:.0f} | {reserved / 2**20:.0f} | "
+                    f"{predicted / reserved - 1:+.1%} |"
+                )
+        verdicts += [
+            f"| {model['model']} | {case['gpus']} | {case['limit_bytes'] / 2**20:.0f} | "
+            f"{case['predicted_bytes'] / 2**20:.0f} | {'yes' if case['should_run'] else 'no'} | "
+            f"{'yes' if case['ran'] else 'no'} |"
+            for case in model["verdicts"]
+        ]
+    return "\n".join([*lines, *verdicts, ""])
 
 
 FITTED = ("rnnlm", "nmt-4", "gnmt-4", "resnet-50")
@@ -191,6 +253,8 @@ TABLES = {
     "plan_nmt8": plan_nmt8,
     "gpu_first": gpu_first,
     "gpu_plans": gpu_plans,
+    "gpu_prediction": gpu_plans,
+    "gpu_memory": gpu_memory,
 }
 
 

@@ -46,7 +46,7 @@ def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
             tuple(map(tuple, order)),
             row["measured_ns"],
         )
-        about = {key: data[key] for key in ("workload", "number_format", "layers", "card")}
+        about = {key: data[key] for key in ("workload", "number_format", "layers", "batch", "card")}
         found.append(({**about, **row}, one))
     return found
 
