@@ -36,6 +36,8 @@ F64 = NDArray[np.float64]
 # Moves of a native chain without improvement after which it ends.
 PATIENCE = 20_000
 MOST_CHAINS = 16
+LEAST_PER_CHAIN = 1000
+HEAT_OF_CLASSES = 0.4
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,7 @@ class Search:
     ) -> None:
         """Chains from coarse to fine, then the order and the critical path in turn."""
         evaluate, everything = incumbent.evaluate, list(incumbent.problem.usable_devices)
-        chains = self.width
-        if evaluate.budget.evaluations is None:  # then nobody counts on the same plan everywhere
-            chains = max(chains, min(MOST_CHAINS, evaluate.threads))
+        chains = self._num_chains(evaluate)
         explorer = Explorer(incumbent.problem, evaluate, rng, chains)
         limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
 
@@ -120,8 +120,9 @@ class Search:
             return found
 
         evaluate.runners_up.heading = "start"
-        begins = [starts[0]] * (self.width - 1) + starts[1:2]
-        found = run(levels[0], begins, devices, 0.4, self.heat, 0.0)
+        begins = [starts[0]] * max(1, chains - 1) + starts[1:2]
+        heat = max(self.heat, HEAT_OF_CLASSES / levels[0].count)  # the fewer, the dearer each move
+        found = run(levels[0], begins, devices, 0.4, heat, 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
@@ -139,6 +140,13 @@ class Search:
             refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             if not limited or evaluate.num_evaluations == before:
                 break
+
+    def _num_chains(self, evaluate: Evaluator) -> int:
+        """As many as have enough to spend; under a budget of time, when nobody counts on the same
+        plan everywhere, one per thread."""
+        if evaluate.budget.evaluations is None:
+            return max(self.width, min(MOST_CHAINS, evaluate.threads))
+        return max(1, min(self.width, evaluate.budget.evaluations // LEAST_PER_CHAIN))
 
     def _trivial(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
