@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from devplace.run.cuda import memory
 from devplace.run.cuda.arena import (
-    SMALL_PAGE_BYTES,
     SMALL_SPARE_BYTES,
     Arena,
     StepPeaks,
@@ -20,10 +18,10 @@ from devplace.run.cuda.arena import (
     copied_bytes,
     step_peaks,
 )
-from devplace.run.cuda.best_fit import Stretch
 from devplace.run.cuda.memory import allowed_bytes, reserve_arena
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.write_back import write_backs
+from devplace.simulator.heap import SMALL_PAGE_BYTES
 from tests.run.tracing import snap, trace
 
 KIB, MIB = 2**10, 2**20
@@ -87,20 +85,6 @@ def test_a_pushed_tensor_keeps_its_memory_until_the_push_is_joined() -> None:
     assert peaks_of(schedule, {sends[0] + 1: (transfer,)}).small == 2 * 256 * KIB
 
 
-def test_a_gap_that_is_hardly_larger_is_taken_whole() -> None:
-    """What is left of it is no gap if it is not larger than the least rest."""
-    stretch = Stretch(1024)
-    stretch.take(0, 2048)
-    stretch.take(1, 512)
-    stretch.give(0)
-    stretch.take(2, 1024)
-    stretch.take(3, 512)
-    assert stretch.num_bytes == 3072
-    stretch.give(2)
-    stretch.take(4, 2048)  # the whole of the gap is back
-    assert stretch.num_bytes == 3072
-
-
 def test_what_is_written_over_its_source_takes_nothing() -> None:
     """A new parameter computed in the old one's memory, and the arguments it reads, are free."""
     value = torch.empty(64 * KIB)
@@ -116,44 +100,6 @@ def test_results_handed_out_are_counted_once_more() -> None:
     schedule = schedule_of(lambda x: [x * 2], x=torch.empty(130))
     assert copied_bytes(schedule, 0) == 1024
     assert copied_bytes(schedule, 1) == 0
-
-
-def test_the_smallest_gap_that_fits_is_taken() -> None:
-    """Not the first one, and the gap at the end grows rather than leave it."""
-    stretch = Stretch()
-    for key, size in enumerate((2048, 512, 1024, 512, 512)):
-        stretch.take(key, size)
-    stretch.give(0)
-    stretch.give(2)
-    stretch.take(5, 1024)  # into the second gap
-    stretch.take(6, 2048)  # so that the first is still whole
-    assert stretch.num_bytes == 4608
-    stretch.give(4)
-    stretch.take(7, 1024)
-    assert stretch.num_bytes == 5120
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_places_never_overlap(seed: int) -> None:
-    """Whatever comes and goes: tensors alive have places apart, within the stretch."""
-    rng = random.Random(seed)
-    stretch = Stretch()
-    alive: dict[int, int] = {}
-    peak = 0
-    for key in range(400):
-        if alive and rng.random() < 0.48:
-            gone = rng.choice(list(alive))
-            stretch.give(gone)
-            del alive[gone]
-        alive[key] = 512 * rng.randint(1, 40)
-        stretch.take(key, alive[key])
-        peak = max(peak, sum(alive.values()))
-        places = sorted(stretch._places.values())
-        assert {k: size for k, (_, size) in stretch._places.items()} == alive
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(places))
-        gaps = sum(size for size, _ in stretch._gaps)
-        assert sum(alive.values()) + gaps == stretch.num_bytes
-    assert peak <= stretch.num_bytes < 2 * peak
 
 
 def test_scarce_memory_is_shared_between_large_and_small_tensors() -> None:

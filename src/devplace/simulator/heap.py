@@ -93,7 +93,9 @@ class Piece:
 
     def _wanted(self, size: int) -> int:
         """What must be free at the end once the piece has grown for a tensor."""
-        return _ceil(size, OWN_STEP_BYTES) if size >= LEAST_OWN_BYTES else self._page_bytes
+        return (
+            _ceil(size, OWN_STEP_BYTES) if size >= LEAST_OWN_BYTES else max(size, self._page_bytes)
+        )
 
     def _add(self, address: int, size: int) -> None:
         insort(self._by_size, (size, address))

@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from devplace.run.codegen import last_uses
-from devplace.run.cuda.best_fit import Stretch
-from devplace.run.cuda.pieces import PLACE_BYTES
 from devplace.run.linear import lane_of
 from devplace.run.schedule import NodeFacts, Schedule
 from devplace.run.write_back import DeviceWrites
+from devplace.simulator.heap import BLOCK_BYTES, MOST_SMALL_BYTES, SMALL_PAGE_BYTES, Piece
 
-# What torch gives up to this size comes in pages of SMALL_PAGE_BYTES; the rest in pieces.
-SMALL_BYTES = 2**20
-SMALL_PAGE_BYTES = 2 * 2**20
 # Beside the small tensors of the plan: those that ops and the capture itself need. With 4 MiB some
 # captures of BERT and GPT-2 still lacked a page.
 SMALL_SPARE_BYTES = 12 * 2**20
@@ -69,7 +65,7 @@ class StepPeaks(NamedTuple):
     """What the tensors of a step take on a GPU, bytes.
 
     Attributes:
-        small: Memory for those of up to SMALL_BYTES, with the gaps between them.
+        small: Memory for those of up to 1 MiB, with the gaps between them.
         large: Memory for the others, with the gaps between them.
         at_once: Most that all of them take at once.
     """
@@ -130,12 +126,12 @@ class _Walk:
     """The tensors of one device that are alive, instruction by instruction."""
 
     def __init__(self, schedule: Schedule, joins: Mapping[int, tuple[int, ...]]) -> None:
-        self.small, self.large = Stretch(), Stretch(SMALL_BYTES)
+        self.small, self.large = Piece(BLOCK_BYTES), Piece(BLOCK_BYTES)
         self.peak_bytes = 0
         self._schedule = schedule
         self._facts = NodeFacts(schedule.graph, schedule.device_of_op)
         self._joins = joins
-        self._sizes: dict[int, int] = {}
+        self._blocks: dict[int, tuple[int, int]] = {}  # address and size
         self._uses: Counter[int] = Counter()
         self._now = 0
         self._pending: dict[int, deque[tuple[int, Any]]] = {}
@@ -193,21 +189,20 @@ class _Walk:
 
     def _allocate(self, tensor: int) -> None:
         size = _rounded(self._schedule.graph.tensors[tensor].num_bytes)
-        self._sizes[tensor] = size
         self._now += size
         self.peak_bytes = max(self.peak_bytes, self._now)
         if size:
-            self._stretch(size).take(tensor, size)
+            self._blocks[tensor] = self._piece(size).take(size), size
 
     def _free(self, tensor: int) -> None:
-        size = self._sizes.pop(tensor, 0)
+        address, size = self._blocks.pop(tensor, (0, 0))
         self._now -= size
         if size:
-            self._stretch(size).give(tensor)
+            self._piece(size).give(address, size)
 
-    def _stretch(self, size: int) -> Stretch:
-        return self.large if size > SMALL_BYTES else self.small
+    def _piece(self, size: int) -> Piece:
+        return self.large if size > MOST_SMALL_BYTES else self.small
 
 
 def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // PLACE_BYTES) * PLACE_BYTES
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Places begin at multiples of this, bytes, as torch's allocations do.
-PLACE_BYTES = 512
+from devplace.simulator.heap import BLOCK_BYTES
 
 
 class Pieces:
@@ -14,7 +13,7 @@ class Pieces:
 
     Args:
         sizes: Key -> bytes of its tensor.
-        alignment: Places begin at multiples of this, bytes.
+        alignment: Places begin at multiples of this, bytes; by default as torch's allocations do.
 
     Attributes:
         num_bytes: Size of the whole.
@@ -24,7 +23,7 @@ class Pieces:
         1536
     """
 
-    def __init__(self, sizes: Mapping[int, int], alignment: int = PLACE_BYTES) -> None:
+    def __init__(self, sizes: Mapping[int, int], alignment: int = BLOCK_BYTES) -> None:
         self._places: dict[int, tuple[int, int]] = {}
         at = 0
         for key, size in sizes.items():
