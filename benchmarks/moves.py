@@ -1,0 +1,67 @@
+"""Time per move of a class on NMT-8, from where it matters and as a whole simulation.
+
+Analytic costs, k40x4, the plan of 5,000 evaluations. Run: `python benchmarks/moves.py`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+import devplace as dp
+from devplace import placers, workloads
+from devplace.graph.capture import capture
+from devplace.graph.coarsen import coarsen, max_depth
+from devplace.placers.classes import make_classes
+from devplace.placers.groups import mean_duration_ns
+from devplace.problem import Problem
+from devplace.simulator import make_kernel
+
+MOVES = 300
+
+
+def main() -> None:
+    """Print one line per level of classes."""
+    workload = workloads.build("nmt-8", device="meta")
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1)
+    graph = capture(workload.model, workload.inputs, workload.loss_fn, optimizer)
+    machine = dp.load_machine("k40x4")
+    problem = Problem(graph, machine, dp.Analytic()(graph, machine))
+    result = placers.place(problem, placers.Search(), "5000ev", 0, allow_infeasible=True)
+    device = problem.task_devices(result.plan.as_placement())
+    kernel = make_kernel(problem.core)
+    priority = kernel.priority(device)
+    base = kernel.trace(device, priority).makespan_ns
+    task_group, rng = problem.core.tasks.group, np.random.default_rng(0)
+    fast = placers.groups.accelerators(problem)
+    print(f"{len(device)} tasks, step {base / 1e6:.1f} ms")
+    for windows in (0, 1, 2, 4, 8, 16, 32):
+        of_op = coarsen(graph, max_depth(graph), windows > 0, max(1, windows)).of_op
+        classes = make_classes(problem, of_op, mean_duration_ns(problem))
+        of_task = classes.of_group[task_group]
+        moves = []
+        for _ in range(MOVES):
+            tasks = np.flatnonzero(of_task == rng.integers(classes.count)).astype(np.int32)
+            moves.append((tasks, np.full(len(tasks), rng.choice(fast), np.int32)))
+        rows = np.stack([device] * MOVES).copy()
+        for row, (tasks, targets) in zip(rows, moves, strict=True):
+            row[tasks] = targets
+        times = []
+        begin = time.process_time()
+        kernel.evaluate(rows, priority, track_memory=False)
+        times.append(time.process_time() - begin)
+        for factor in (1e6, 1.002):
+            begin = time.process_time()
+            kernel.moves(device, moves, np.full(MOVES, min(2**62, int(base * factor))))
+            times.append(time.process_time() - begin)
+        full, rest, given_up = (1e3 * t / MOVES for t in times)
+        print(
+            f"{classes.count:4d} classes: whole {full:.3f} ms, from where it matters {rest:.3f} "
+            f"({full / rest:.1f}x), given up above 0.2 % {given_up:.3f} ({full / given_up:.1f}x)"
+        )
+
+
+if __name__ == "__main__":
+    main()
