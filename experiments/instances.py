@@ -31,7 +31,7 @@ def instances(suites: str) -> list[Instance]:
     for path in [file for suite in suites.split(",") for file in find(suite)]:
         found.append(load_instance(path))
         if path.stem == "bert32a100":
-            published = Changes(devices=512, memory_bytes=8 * 2**30)
+            published = Changes(devices=512, memory_bytes=8 * 2**30, bandwidth=25 * 2**30)
             found.append(load_instance(path, changes=published))
     return found
 

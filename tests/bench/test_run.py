@@ -110,7 +110,7 @@ def test_every_best_known_value_belongs_to_a_file():
     for row in known.values():
         if not row.changed:
             assert row.fingerprint in found, row.instance
-    piper = Changes(devices=512, memory_bytes=8 * 2**30)
+    piper = Changes(devices=512, memory_bytes=8 * 2**30, bandwidth=25 * 2**30)
     (path,) = suites.find("piper")
     assert known[fingerprint(load_instance(path, changes=piper))].value == 0.00256113
     for row in known.values():
