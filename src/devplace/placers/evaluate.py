@@ -70,7 +70,7 @@ class Evaluator:
         self.num_evaluations = 0
         self.history: list[tuple[int, float, int]] = []
         self.runners_up = RunnersUp()
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or _usable_cores()
         self._started = time.monotonic()
         self._best: tuple[int, I32, I64 | None] | None = None  # step, devices, priorities of tasks
         tasks, wires = problem.core.tasks, problem.core.wires
@@ -201,3 +201,10 @@ class Evaluator:
         kept = None if priority is None else priority.copy()
         self._best = (int(step[row]), devices[row].copy(), kept)
         self.history.append((self.num_evaluations, self.seconds, self._best[0]))
+
+
+def _usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
