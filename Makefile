@@ -27,7 +27,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 # A process per file, and a worker in it that is replaced when a test takes it down: a GPU that
 # fails in one test does not hide the others.
 GPU_TESTS := -n 1 -m gpu -p tests.at_once --tb=short --show-capture=no -vv
-NATIVE := CMakeLists.txt $(wildcard native/simulator/* native/load/*)
+NATIVE := CMakeLists.txt $(wildcard native/*.hpp native/*/*)
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -210,6 +211,9 @@ def main() -> None:
     data: dict[str, Any] = {
         "card": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
+        "provenance": f"{torch.cuda.device_count()} {torch.cuda.get_device_name(0)}, torch "
+        f"{torch.__version__}, Adam, profiled costs, seed 0, commit "
+        f"{os.environ.get('COMMIT', 'unknown')}, `python experiments/gpu_memory.py`.",
         "models": [],
     }
     deadline = time.monotonic() + options.limit_s

@@ -5,29 +5,13 @@
 #include "block.hpp"
 #include "cut.hpp"
 #include "ideals.hpp"
+#include "../numpy.hpp"
 #include "search.hpp"
 
 namespace nb = nanobind;
 using namespace devplace_load;
 
-template <class T>
-using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
-
 namespace {
-
-template <class T>
-std::vector<T> copy(const nb::object& owner, const char* name) {
-  auto array = nb::cast<In<T>>(owner.attr(name));
-  return std::vector<T>(array.data(), array.data() + array.size());
-}
-
-nb::object to_numpy(const std::vector<i32>& v) {
-  i32* memory = new i32[std::max<std::size_t>(1, v.size())];
-  std::copy(v.begin(), v.end(), memory);
-  nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<i32*>(p); });
-  const std::size_t shape[1] = {v.size()};
-  return nb::cast(nb::ndarray<nb::numpy, i32>(memory, 1, shape, owner));
-}
 
 Hyper read(const nb::object& items) {
   Hyper h;
@@ -67,7 +51,7 @@ nb::tuple run_search(nb::object items, In<i32> starts, double seconds, i64 max_e
     });
   }
   if (interrupted) throw nb::python_error();
-  return nb::make_tuple(to_numpy(out.best.device), out.best.mark.excess, out.best.mark.value,
+  return nb::make_tuple(vector_to_numpy(out.best.device), out.best.mark.excess, out.best.mark.value,
                         out.evaluations);
 }
 
@@ -99,7 +83,7 @@ nb::tuple contiguous(nb::object items, i32 max_ideals, double seconds, i64 upper
       if (ended || !lattice.complete) break;
     }
   }
-  return nb::make_tuple(to_numpy(device), value, complete);
+  return nb::make_tuple(vector_to_numpy(device), value, complete);
 }
 
 // Least load of an accelerator that holds one of the items, for the items asked for.
@@ -208,7 +192,7 @@ nb::tuple search_blocks(nb::object graph, In<i32> starts, double seconds, i64 ma
   if (interrupted) throw nb::python_error();
   const Found& best = *std::min_element(
       found.begin(), found.end(), [](const Found& a, const Found& b) { return a.mark < b.mark; });
-  return nb::make_tuple(to_numpy(best.device), best.mark.excess, best.mark.value,
+  return nb::make_tuple(vector_to_numpy(best.device), best.mark.excess, best.mark.value,
                         std::accumulate(evaluations.begin(), evaluations.end(), i64{0}));
 }
 

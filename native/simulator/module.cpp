@@ -7,37 +7,14 @@
 #include <memory>
 #include <thread>
 
+#include "../numpy.hpp"
 #include "../search/anneal.hpp"
 #include "kernel.hpp"
 
 namespace nb = nanobind;
 using namespace devplace;
 
-template <class T>
-using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
-
 namespace {
-
-template <class T>
-std::vector<T> copy(const nb::object& owner, const char* name) {
-  auto array = nb::cast<In<T>>(owner.attr(name));
-  return std::vector<T>(array.data(), array.data() + array.size());
-}
-
-template <class T>
-nb::object to_numpy(const T* data, std::size_t rows, std::size_t columns) {
-  T* memory = new T[std::max<std::size_t>(1, rows * columns)];
-  if (rows * columns) std::memcpy(memory, data, rows * columns * sizeof(T));
-  nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  if (columns == 1) {
-    const std::size_t shape[1] = {rows};
-    return nb::cast(nb::ndarray<nb::numpy, T>(memory, 1, shape, owner));
-  }
-  const std::size_t shape[2] = {rows, columns};
-  return nb::cast(nb::ndarray<nb::numpy, T>(memory, 2, shape, owner));
-}
-
-nb::object vector_to_numpy(const std::vector<i64>& v) { return to_numpy(v.data(), v.size(), 1); }
 
 class Kernel {
  public:
