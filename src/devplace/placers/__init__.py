@@ -1,4 +1,7 @@
-"""Who decides where ops go. A new placer is one file and one line in `ALL`."""
+"""Who decides where ops go. A new placer is one file and one line in `PLAIN` or `LEARNING`."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from devplace.placers.budget import Budget
 from devplace.placers.data_parallel import DataParallel
@@ -22,7 +25,13 @@ from devplace.placers.scotch import Scotch, ScotchRepaired
 from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
 
-ALL: tuple[type[Placer], ...] = (
+if TYPE_CHECKING:
+    from devplace.placers.rl.options import TrainingOptions
+    from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
+
+    ALL: tuple[type[Placer], ...]
+
+PLAIN: tuple[type[Placer], ...] = (
     Single,
     Cpu,
     Even,
@@ -45,9 +54,20 @@ ALL: tuple[type[Placer], ...] = (
     Random,
     Search,
 )
+"""Placers that do not learn; they need no torch."""
+
+# Name -> module in `rl` and class of the placers that learn; loaded when first used.
+LEARNING = {
+    "post": ("post", "Post"),
+    "post-ce": ("post", "PostCe"),
+    "post-ppo": ("post", "PostPpo"),
+    "post-pg": ("post", "PostPg"),
+}
 
 __all__ = [
     "ALL",
+    "LEARNING",
+    "PLAIN",
     "Budget",
     "Cpu",
     "DataParallel",
@@ -66,6 +86,10 @@ __all__ = [
     "MinCutRepaired",
     "PipeDream",
     "Placer",
+    "Post",
+    "PostCe",
+    "PostPg",
+    "PostPpo",
     "Random",
     "Result",
     "Score",
@@ -74,6 +98,7 @@ __all__ = [
     "Search",
     "Single",
     "Topo",
+    "TrainingOptions",
     "by_name",
     "place",
 ]
@@ -87,9 +112,32 @@ def by_name(name: str) -> Placer:
     """
     from devplace.errors import InputError, did_you_mean
 
-    known = {placer().name: placer for placer in ALL}
+    known = {placer().name: placer for placer in PLAIN}
+    if name in LEARNING:
+        return _learning(name)()
     if name not in known:
+        names = [*known, *LEARNING]
         raise InputError(
-            f"Unknown placer {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+            f"Unknown placer {name!r}.{did_you_mean(name, names)} Known: {', '.join(names)}."
         )
     return known[name]()
+
+
+def _learning(name: str) -> type[Placer]:
+    """The class of a placer that learns; loads torch."""
+    module, cls = LEARNING[name]
+    found: type[Placer] = getattr(import_module(f"devplace.placers.rl.{module}"), cls)
+    return found
+
+
+if not TYPE_CHECKING:  # a misspelt name is an error to type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name == "ALL":
+            return (*PLAIN, *(_learning(learning) for learning in LEARNING))
+        if name == "TrainingOptions":
+            return import_module("devplace.placers.rl.options").TrainingOptions
+        for learning, (_, cls) in LEARNING.items():
+            if name == cls:
+                return _learning(learning)
+        raise AttributeError(f"module 'devplace.placers' has no attribute {name!r}")

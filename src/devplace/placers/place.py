@@ -8,6 +8,7 @@ from typing import Any
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers.budget import Budget
+from devplace.placers.evaluate import Measure
 from devplace.placers.placer import Placer
 from devplace.placers.rounds import search
 from devplace.placers.single import all_on
@@ -76,6 +77,7 @@ def place(
     allow_infeasible: bool = False,
     bound: LowerBound | None = None,
     progress: Callable[[float], None] | None = None,
+    measure: Measure | None = None,
 ) -> Result:
     """Place `problem` with `placer`.
 
@@ -89,6 +91,9 @@ def place(
         allow_infeasible: Return the best placement even if it breaks a memory limit.
         bound: Lower bounds, if already known.
         progress: Called with the part of the budget spent so far, 0 to 1.
+        measure: Runs a placement and gives its step time in ns, or None if it failed; the placer
+            then learns from these times instead of simulated ones, and `history` holds them. The
+            result's own step time is simulated in any case.
 
     Ctrl-C ends the placer; if it had found something, that is returned.
 
@@ -111,7 +116,7 @@ def place(
     bound = bound or lower_bound(problem)
     if bound.is_infeasible and not allow_infeasible:
         raise _no_room(problem, bound)
-    found = search(problem, placer, budget, seed, progress)
+    found = search(problem, placer, budget, seed, progress, measure)
     placement, timeline = found.placement, found.timeline
     if not timeline.is_feasible and not allow_infeasible:
         raise infeasible(timeline, placer.name)
