@@ -67,10 +67,8 @@ class Grouping:
             int32 `[B, G]`.
         """
         wish: I32 = devices[:, self.of_colocation]
-        if self.problem.allowed.all():
-            return wish
-        ok = self.problem.allowed[np.arange(wish.shape[1])[None, :], wish]
-        return np.where(ok, wish, self._fallback[None, :]).astype(np.int32)
+        ok: NDArray[np.bool_] = self.problem.allowed[np.arange(wish.shape[1])[None, :], wish]
+        return wish if ok.all() else np.where(ok, wish, self._fallback).astype(np.int32)
 
     @cached_property
     def _fallback(self) -> I32:

@@ -1,4 +1,5 @@
 """Plain layers of neurons."""
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 
-class Mlp(nn.Module):  # type: ignore[misc]
+class Mlp(nn.Module):
     """Linear layers with ReLU between them, none after the last.
 
     Args:

@@ -30,6 +30,7 @@ Differs from the paper in:
 The parts alone, which the paper compares with: `PostCe`, `PostPpo`, and `PostPg`, one plain policy
 gradient step per K samples.
 """
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 
@@ -187,7 +188,7 @@ class PostPg(Post):
     is_plain: bool = True
 
 
-class Choices(nn.Module):  # type: ignore[misc]
+class Choices(nn.Module):
     """The policy: logits u, zero at first. `[M, A]`
 
     Args:

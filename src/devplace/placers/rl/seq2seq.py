@@ -3,6 +3,7 @@
 In shapes, `B` is samples, `M` groups (the length of the sequence), `F` features, `H` hidden size,
 `A` devices to choose from.
 """
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from devplace.placers.rl.policies import bounded, masked, sample
 
 
-class Seq2Seq(nn.Module):  # type: ignore[misc]
+class Seq2Seq(nn.Module):
     """Reads group embeddings, gives one device after the other.
 
     The decoder's input at step t is the embedding of the device chosen at t - 1, at first a learned
