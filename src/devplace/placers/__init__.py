@@ -26,6 +26,7 @@ from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
 
 if TYPE_CHECKING:
+    from devplace.placers.rl.colocrl import ColocRl
     from devplace.placers.rl.options import TrainingOptions
     from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
 
@@ -58,6 +59,7 @@ PLAIN: tuple[type[Placer], ...] = (
 
 # Name -> module in `rl` and class of the placers that learn; loaded when first used.
 LEARNING = {
+    "colocrl": ("colocrl", "ColocRl"),
     "post": ("post", "Post"),
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
@@ -69,6 +71,7 @@ __all__ = [
     "LEARNING",
     "PLAIN",
     "Budget",
+    "ColocRl",
     "Cpu",
     "DataParallel",
     "Etf",

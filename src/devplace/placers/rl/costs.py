@@ -40,17 +40,35 @@ def soft_penalty(outcome: Outcome, s_per_gb: float = 2.0, most_s: float = 10.0) 
 
 def memory_rule(
     memory: str, environment: Environment, published: Callable[[Outcome], F64]
-) -> Callable[[Outcome], F64] | HardLimit:
+) -> PublishedRule | HardLimit:
     """The rule of a system's field `memory`: `published` is the paper's own, `hard` is `HardLimit`.
 
     Raises:
         InputError: Neither.
     """
     if memory == "published":
-        return published
+        return PublishedRule(published)
     if memory == "hard":
         return HardLimit(environment.limit_bytes)
     raise InputError(f"The memory rule of a placer must be published or hard, got {memory!r}.")
+
+
+class PublishedRule:
+    """A paper's own rule; has no state."""
+
+    def __init__(self, rule: Callable[[Outcome], F64]) -> None:
+        self._rule = rule
+
+    def __call__(self, outcome: Outcome) -> F64:
+        """Costs. `[B]`"""
+        return self._rule(outcome)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From `state_dict`: nothing."""
 
 
 class HardLimit:

@@ -68,12 +68,13 @@ class Grouping:
         """
         wish: I32 = devices[:, self.of_colocation]
         ok: NDArray[np.bool_] = self.problem.allowed[np.arange(wish.shape[1])[None, :], wish]
-        return wish if ok.all() else np.where(ok, wish, self._fallback).astype(np.int32)
+        return wish if ok.all() else np.where(ok, wish, self._fallback)
 
     @cached_property
     def _fallback(self) -> I32:
         time = np.where(self.problem.allowed, group_time_ns(self.problem), np.inf)
-        return time.argmin(axis=1).astype(np.int32)
+        fastest: I32 = time.argmin(axis=1).astype(np.int32)
+        return fastest
 
 
 def colocation(problem: Problem) -> Grouping:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from devplace.errors import InputError
 from devplace.graph.serialize import fingerprint as graph_fingerprint
@@ -127,7 +128,9 @@ class Training:
     def log(self, outcome: Outcome, **metrics: float | None) -> None:
         """Write a row of the curves, and a checkpoint when it is time.
 
-        Call it at the end of an update, with all that was scored since the last call.
+        Call it at the end of an update, with all that was scored since the last call. Columns:
+        evaluations and seconds spent; best step so far and mean of these that fit, ns; share of
+        them that failed; share as good as the best so far, which tells how certain the policy is.
 
         Args:
             outcome: Placements scored.
@@ -144,7 +147,8 @@ class Training:
                 "seconds": round(self.evaluate.seconds, 3),
                 "best_ns": None if best is None or best[0] else best[1],
                 "mean_ns": round(float(fits.mean())) if len(fits) else None,
-                "failure_rate": float(outcome.failed.mean()) if len(outcome.failed) else None,
+                "failure_rate": float(outcome.failed.mean()),
+                "best_share": float(_equals(outcome, best).mean()),
                 **metrics,
             }
         )
@@ -198,6 +202,13 @@ class Values(SimpleNamespace):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From `state_dict`."""
         self.__dict__.update(state)
+
+
+def _equals(outcome: Outcome, best: tuple[int, int] | None) -> NDArray[np.bool_]:
+    """Which placements are as good as the best so far. `[B]`"""
+    overflow, step = best or (0, 0)
+    found: NDArray[np.bool_] = (outcome.overflow_bytes == overflow) & (outcome.step_ns == step)
+    return found
 
 
 def run_id(placer: Any, problem: Problem, rng: np.random.Generator) -> str:
