@@ -1,4 +1,4 @@
-"""What tests of learned placers share: small problems, and exact expectations over all placements."""
+"""What tests of learned placers share: small problems, exact expectations, curves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from devplace.testing import hand_machine, hand_problem
 
 
 def three_ops(memory: int = 100) -> Problem:
-    """Two branches and their join on unequal devices; 3 groups, 8 placements, one optimum: 23."""
+    """Two branches and their join on unequal devices; 3 groups, 8 placements, one optimum: 28."""
     return hand_problem(
         """
         x = input bytes=1

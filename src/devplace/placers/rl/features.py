@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.rl.grouping import Grouping
+from devplace.placers.rl.grouping import Grouping, task_edges
 from devplace.problem import Problem
 
 I64 = NDArray[np.int64]
@@ -50,14 +50,6 @@ def num_outputs(problem: Problem) -> I64:
     """Number of outputs of each task's op. `[N]`"""
     ops = problem.graph.ops
     return np.array([len(ops[op].outputs) for op in problem.core.tasks.task_op], np.int64)
-
-
-def task_edges(problem: Problem) -> I64:
-    """Edges from the maker of a tensor to each of its readers, each once. `[2, E]`"""
-    tasks = problem.core.tasks
-    maker = np.repeat(tasks.carrier_maker, np.diff(tasks.cons_ptr))
-    pairs = np.unique(maker * tasks.num_tasks + tasks.cons)
-    return np.stack([pairs // tasks.num_tasks, pairs % tasks.num_tasks]).astype(np.int64)
 
 
 def neighbour_table(problem: Problem, most: int = 10) -> F32:

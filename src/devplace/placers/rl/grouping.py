@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
-from devplace.placers.coplace import coplaced
 from devplace.placers.group_graph import GroupGraph, group_graph, mean_work
 from devplace.placers.groups import accelerators, group_time_ns
 from devplace.problem import Problem
@@ -83,36 +82,95 @@ def colocation(problem: Problem) -> Grouping:
 
 
 def colocated(problem: Problem, most: int = 256) -> Grouping:
-    """Groups by the co-location heuristic of ColocRL, and no more than `most`.
+    """Groups by the co-location heuristics of ColocRL, as far as needed for at most `most`.
 
-    An op whose only reader is one op sits with it, and a backward op with its forward op
-    (`coplace.coplaced`); then whole module calls, such as one time step of an LSTM cell, the
-    attention or the softmax; then what is left over `most` joins the neighbour it exchanges most
-    with (`joined`).
+    In turn, until there are no more than `most`: every colocation group by itself; an op whose only
+    reader is one op sits with it, and a backward op with the first forward op of its module call,
+    unless the two would hold far more than an even share of the work; whole module calls, such as
+    one time step of an LSTM cell, of the attention or of the softmax; what is left joins the
+    neighbour it exchanges most with (`joined`).
 
     Source: Mirhoseini et al. (2017), Device placement optimization with reinforcement learning,
     arXiv 1706.04972, section on co-location groups. Differs from it in that LSTM steps, attention
-    and softmax are told by module path and call instead of by hand for each model, and in the cap.
+    and softmax are told by module path and call instead of by hand for each model, in the cap, and
+    in that a small graph is left as it is.
     """
-    tasks, ops = problem.core.tasks, problem.graph.ops
-    unit = np.zeros(tasks.num_groups, np.int64)
-    unit[tasks.group] = coplaced(problem)
+    unit = np.arange(problem.core.tasks.num_groups)
+    if len(unit) > most:
+        unit = _single_readers(problem, most)
     if int(unit.max(initial=0)) + 1 > most:
-        weight = np.zeros(tasks.num_groups)
-        np.add.at(weight, tasks.group, problem.core.wires.duration_ns.mean(axis=1) + 1)
-        head: dict[int, int] = {}
-        first = np.zeros(tasks.num_groups, np.int64)
-        first[tasks.group[::-1]] = np.arange(tasks.num_tasks)[::-1]
-        for group in np.argsort(weight, kind="stable")[::-1].tolist():
-            head.setdefault(int(unit[group]), int(first[group]))
-        keys: dict[tuple[str, int, int], int] = {}
-        call = {}
-        for name, task in head.items():
-            op = ops[tasks.task_op[task]]
-            key = (op.module, op.call, op.micro_batch)
-            call[name] = keys.setdefault(key, len(keys)) if op.module else -name - 1
-        unit = np.unique([call[int(name)] for name in unit], return_inverse=True)[1]
+        unit = _module_calls(problem, unit)
     return joined(problem, unit, most)
+
+
+def _single_readers(problem: Problem, most: int) -> I64:
+    """Join what ColocRL joins: an op with its only reader, backward ops with their forward ops."""
+    tasks = problem.core.tasks
+    ops = [problem.graph.ops[op] for op in tasks.task_op]
+    edges = task_edges(problem)
+    only = np.full(tasks.num_tasks, -1)
+    only[edges[0]] = edges[1]
+    only[np.bincount(edges[0], minlength=tasks.num_tasks) != 1] = -1
+    calls = [(op.module, op.call, op.micro_batch) for op in ops]
+    head: dict[tuple[str, int, int], int] = {}
+    for task, op in enumerate(ops):
+        if op.stage == "forward" and op.module:
+            head.setdefault(calls[task], task)
+    units = _Units(problem, most)
+    for task, op in enumerate(ops):
+        other = int(only[task])
+        if op.stage == "backward":
+            other = head.get(calls[task], other)
+        if other >= 0:
+            units.join(int(tasks.group[task]), int(tasks.group[other]))
+    return units.numbered()
+
+
+class _Units:
+    """Union-find over colocation groups; no unit grows far beyond an even share of the work."""
+
+    def __init__(self, problem: Problem, most: int) -> None:
+        work = mean_work(problem, accelerators(problem))
+        self._work = work.tolist()
+        self._limit = _heaviest(work, most)
+        self._parent = list(range(len(work)))
+
+    def find(self, unit: int) -> int:
+        while self._parent[unit] != unit:
+            self._parent[unit] = self._parent[self._parent[unit]]
+            unit = self._parent[unit]
+        return unit
+
+    def join(self, unit: int, other: int) -> None:
+        low, high = sorted((self.find(unit), self.find(other)))
+        if low != high and self._work[low] + self._work[high] <= self._limit:
+            self._parent[high] = low
+            self._work[low] += self._work[high]
+
+    def numbered(self) -> I64:
+        roots = [self.find(unit) for unit in range(len(self._parent))]
+        found: I64 = np.unique(roots, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        return found
+
+
+def _heaviest(work: F64, most: int) -> float:
+    """Most work of a unit: half above an even share."""
+    return 1.5 * float(work.sum()) / most + 1
+
+
+def _module_calls(problem: Problem, unit: I64) -> I64:
+    """Join units whose longest tasks belong to the same call of the same module."""
+    tasks = problem.core.tasks
+    by_time = np.argsort(problem.core.wires.duration_ns.mean(axis=1), kind="stable")
+    longest = np.zeros(int(unit.max(initial=0)) + 1, np.int64)
+    longest[unit[tasks.group[by_time]]] = by_time
+    known: dict[tuple[object, ...], int] = {}
+    found = []
+    for number, task in enumerate(longest.tolist()):
+        op = problem.graph.ops[tasks.task_op[task]]
+        key = (op.module, op.call, op.micro_batch) if op.module else (number,)
+        found.append(known.setdefault(key, len(known)))
+    return np.array(found)[unit]
 
 
 def by_module(problem: Problem, most: int = 64) -> Grouping:
@@ -131,6 +189,14 @@ def by_module(problem: Problem, most: int = 64) -> Grouping:
         if int(unit.max(initial=0)) + 1 <= most:
             break
     return joined(problem, unit, most)
+
+
+def task_edges(problem: Problem) -> I64:
+    """Edges from the maker of a tensor to each of its readers, each once. `[2, E]`"""
+    tasks = problem.core.tasks
+    maker = np.repeat(tasks.carrier_maker, np.diff(tasks.cons_ptr))
+    pairs = np.unique(maker * tasks.num_tasks + tasks.cons)
+    return np.stack([pairs // tasks.num_tasks, pairs % tasks.num_tasks]).astype(np.int64)
 
 
 def random_groups(problem: Problem, count: int, rng: np.random.Generator) -> Grouping:
@@ -156,7 +222,7 @@ def joined(problem: Problem, unit: I64, most: int) -> Grouping:
         raise ValueError("at least one group")
     unit = np.unique(unit, return_inverse=True)[1].reshape(-1).astype(np.int64)
     graph, work = group_graph(problem), mean_work(problem, accelerators(problem))
-    limit = 1.5 * float(work.sum()) / most + 1
+    limit = _heaviest(work, most)
     while (count := int(unit.max(initial=0)) + 1) > most:
         load = np.bincount(unit, work, count).astype(np.float64)
         partner = _matching(graph, unit, load, limit, count - most)
