@@ -26,7 +26,7 @@ def three_ops(memory: int = 100) -> Problem:
         """
         x = input bytes=1
         a = f(x) bytes=1 ns=20,30
-        b = f(x) bytes=1 ns=25,20
+        b = g(x) bytes=1 ns=25,20
         c = join(a, b) bytes=1 ns=5,50 result=output
         """,
         hand_machine({"gpu:0": memory, "gpu:1": memory}, latency_ns=2),

@@ -120,8 +120,8 @@ def test_features_of_ops_by_hand() -> None:
     """Types, shapes and neighbours of a small graph."""
     problem = three_ops()
     index, names = features.op_types(problem)
-    assert names == ("f", "join")
-    assert index.tolist() == [0, 0, 1]
+    assert names == ("f", "g", "join")
+    assert index.tolist() == [0, 1, 2]
     assert features.one_hot(index, 2).tolist() == [[1, 0], [1, 0], [0, 1]]
     shapes = features.output_shapes(problem)
     assert shapes.shape == (3, 25)

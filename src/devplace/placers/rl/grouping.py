@@ -81,14 +81,13 @@ def colocation(problem: Problem) -> Grouping:
     return Grouping(problem, _renumbered(problem, np.arange(problem.core.tasks.num_groups)))
 
 
-def colocated(problem: Problem, most: int = 256) -> Grouping:
+def colocated(problem: Problem, most: int = 64) -> Grouping:
     """Groups by the co-location heuristics of ColocRL, as far as needed for at most `most`.
 
     In turn, until there are no more than `most`: every colocation group by itself; an op whose only
-    reader is one op sits with it, and a backward op with the first forward op of its module call,
-    unless the two would hold far more than an even share of the work; whole module calls, such as
-    one time step of an LSTM cell, of the attention or of the softmax; what is left joins the
-    neighbour it exchanges most with (`joined`).
+    reader is one op sits with it, and a backward op with the first forward op of its module call;
+    whole module calls, such as one time step of an LSTM cell, of the attention or of the softmax;
+    what is left joins the neighbour it exchanges most with (`joined`).
 
     Source: Mirhoseini et al. (2017), Device placement optimization with reinforcement learning,
     arXiv 1706.04972, section on co-location groups. Differs from it in that LSTM steps, attention
@@ -97,13 +96,13 @@ def colocated(problem: Problem, most: int = 256) -> Grouping:
     """
     unit = np.arange(problem.core.tasks.num_groups)
     if len(unit) > most:
-        unit = _single_readers(problem, most)
+        unit = _single_readers(problem)
     if int(unit.max(initial=0)) + 1 > most:
         unit = _module_calls(problem, unit)
     return joined(problem, unit, most)
 
 
-def _single_readers(problem: Problem, most: int) -> I64:
+def _single_readers(problem: Problem) -> I64:
     """Join what ColocRL joins: an op with its only reader, backward ops with their forward ops."""
     tasks = problem.core.tasks
     ops = [problem.graph.ops[op] for op in tasks.task_op]
@@ -116,7 +115,7 @@ def _single_readers(problem: Problem, most: int) -> I64:
     for task, op in enumerate(ops):
         if op.stage == "forward" and op.module:
             head.setdefault(calls[task], task)
-    units = _Units(problem, most)
+    units = _Units(tasks.num_groups)
     for task, op in enumerate(ops):
         other = int(only[task])
         if op.stage == "backward":
@@ -127,13 +126,10 @@ def _single_readers(problem: Problem, most: int) -> I64:
 
 
 class _Units:
-    """Union-find over colocation groups; no unit grows far beyond an even share of the work."""
+    """Union-find over colocation groups."""
 
-    def __init__(self, problem: Problem, most: int) -> None:
-        work = mean_work(problem, accelerators(problem))
-        self._work = work.tolist()
-        self._limit = _heaviest(work, most)
-        self._parent = list(range(len(work)))
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
 
     def find(self, unit: int) -> int:
         while self._parent[unit] != unit:
@@ -143,19 +139,12 @@ class _Units:
 
     def join(self, unit: int, other: int) -> None:
         low, high = sorted((self.find(unit), self.find(other)))
-        if low != high and self._work[low] + self._work[high] <= self._limit:
-            self._parent[high] = low
-            self._work[low] += self._work[high]
+        self._parent[high] = low
 
     def numbered(self) -> I64:
         roots = [self.find(unit) for unit in range(len(self._parent))]
         found: I64 = np.unique(roots, return_inverse=True)[1].reshape(-1).astype(np.int64)
         return found
-
-
-def _heaviest(work: F64, most: int) -> float:
-    """Most work of a unit: half above an even share."""
-    return 1.5 * float(work.sum()) / most + 1
 
 
 def _module_calls(problem: Problem, unit: I64) -> I64:
@@ -222,7 +211,7 @@ def joined(problem: Problem, unit: I64, most: int) -> Grouping:
         raise ValueError("at least one group")
     unit = np.unique(unit, return_inverse=True)[1].reshape(-1).astype(np.int64)
     graph, work = group_graph(problem), mean_work(problem, accelerators(problem))
-    limit = _heaviest(work, most)
+    limit = 1.5 * float(work.sum()) / most + 1
     while (count := int(unit.max(initial=0)) + 1) > most:
         load = np.bincount(unit, work, count).astype(np.float64)
         partner = _matching(graph, unit, load, limit, count - most)

@@ -73,11 +73,11 @@ class Post:
     """
 
     name: str = "post"
-    groups: int = 128
+    groups: int = 64
     per_update: int = 20
     per_batch: int = 200
     elite: float = 0.1
-    mix: float = 0.1
+    mix: float = 0.01
     steps: int = 10
     learning_rate: float = 0.05
     kl_target: float = 0.01
@@ -185,6 +185,7 @@ class PostPg(Post):
 
     name: str = "post-pg"
     per_batch: int = 0
+    learning_rate: float = 0.3
     is_plain: bool = True
 
 
