@@ -122,7 +122,7 @@ def test_features_of_ops_by_hand() -> None:
     index, names = features.op_types(problem)
     assert names == ("f", "g", "join")
     assert index.tolist() == [0, 1, 2]
-    assert features.one_hot(index, 2).tolist() == [[1, 0], [1, 0], [0, 1]]
+    assert features.one_hot(index, 3).tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     shapes = features.output_shapes(problem)
     assert shapes.shape == (3, 25)
     assert shapes[0, :2].tolist() == [1, -1]
@@ -149,10 +149,10 @@ def test_features_of_groups_by_hand() -> None:
     assert num_bytes.tolist() == [2]
     assert features.group_adjacency(grouping).tolist() == [[0, 1], [0, 0]]
     rows = features.group_features(grouping)
-    assert rows.shape == (2, 2 + 25 + 2 * 2)
-    assert rows[0, :2].tolist() == pytest.approx([2 / 3, 0])
-    assert rows[0, 2] == pytest.approx(2 / 3)
-    assert rows[1, 27:].tolist() == [0, 0, 0.5, 0]
+    assert rows.shape == (2, 3 + 25 + 2 * 2)
+    assert rows[0, :3].tolist() == [0.5, 0.5, 0]
+    assert rows[0, 3] == pytest.approx(2 / 3)
+    assert rows[1, 28:].tolist() == [0, 0, 0.5, 0]
     assert features.group_costs(grouping).tolist() == [[45, 50], [5, 50]]
     assert features.topological_positions(grouping).tolist() == [0.25, 1.0]
 

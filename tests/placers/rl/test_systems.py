@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.placers.rl.cases import curves, layered, logged, three_ops
+from tests.strategies import random_problem
 
 from devplace import placers
 from devplace.errors import InfeasibleError, InputError
@@ -81,9 +82,10 @@ def test_every_learned_placer_is_listed() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_keeps_the_promises_of_placers(name: str) -> None:
-    """Legal, complete, reproducible and within budget on every tiny problem."""
-    check_placer(small(name), evaluations=24)
-    check_placer(small(name), evaluations=1)
+    """Legal, complete, reproducible and within budget on tiny and on random problems."""
+    check_placer(small(name), evaluations=12)
+    check_placer(small(name), [random_problem(seed, 25, 3) for seed in range(3)], evaluations=12)
+    check_placer(small(name), [three_ops()], evaluations=1)
 
 
 @pytest.mark.parametrize("problem", [three_ops(), tight()], ids=["three ops", "tight"])
