@@ -1,4 +1,4 @@
-"""All workloads at full size on several machines, with every placer that does not learn, on one budget.
+"""All workloads at full size on several machines, one budget, with placers that do not learn.
 
 Writes docs/results/compare_placers.json; tables are made from it by `tables.py`. The budget counts
 simulations, so that results do not depend on the speed of the computer. Placers without randomness

@@ -223,10 +223,10 @@ def plan(
 ) -> PlanOutcome:
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
     placer, limits = outputs.logged(placers.by_name(placer_name)), Budget.parse(budget)
-    if outputs.log_dir is not None and placer_name not in placers.LEARNING:
+    if (outputs.log_dir is not None or outputs.resume) and placer_name not in placers.LEARNING:
         raise InputError(
-            f"Placer {placer_name} does not learn and has no curves: leave out --log-dir. Those "
-            f"that learn: {', '.join(placers.LEARNING)}."
+            f"Placer {placer_name} does not learn and has no curves: leave out --log-dir and "
+            f"--resume. Those that learn: {', '.join(placers.LEARNING)}."
         )
     outputs.check(request)
     if confirms:
