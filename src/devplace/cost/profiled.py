@@ -25,6 +25,7 @@ from devplace.machine.detect import cpu_model
 I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
 WARM_UP_S = 0.1
+TIMING = 2  # how ops are timed; times taken otherwise are not mixed with these
 
 
 def default_cache() -> Path:
@@ -113,9 +114,8 @@ def _cuda_timer(device: Device) -> tuple[str, Timer] | None:
         return None
     from devplace.cost.timing import time_on_cuda
 
-    stream = torch.cuda.Stream(int(index))
-    _warm_up(torch, int(index))
-    return cuda_place(device.model), lambda call: time_on_cuda(call, device.name, stream)
+    _warm_up(torch, device.name)
+    return cuda_place(device.model), lambda call: time_on_cuda(call, device.name)
 
 
 def cuda_place(model: str) -> str:
@@ -132,7 +132,8 @@ def cuda_place(model: str) -> str:
         cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
-    versions = f"torch {torch.__version__}|cuda {torch.version.cuda}|cudnn {cudnn.version()}"
+    versions = f"timing {TIMING}|torch {torch.__version__}"
+    versions += f"|cuda {torch.version.cuda}|cudnn {cudnn.version()}"
     return f"{model}|driver {_driver()}|{versions}|{flags}"
 
 
@@ -149,15 +150,19 @@ def _driver() -> str:
     return str(torch._C._cuda_getDriverVersion())
 
 
-def _warm_up(torch: Any, index: int) -> None:
+def _warm_up(torch: Any, name: str) -> None:
     """Bring the clocks up."""
-    with torch.cuda.device(index):
-        matrix = torch.zeros(2048, 2048, device=f"cuda:{index}")
+    from devplace.cost import streams
+
+    stream = streams.take(name)
+    with torch.cuda.device(name), torch.cuda.stream(stream):
+        matrix = torch.zeros(2048, 2048, device=name)
         until = time.monotonic() + WARM_UP_S
         while time.monotonic() < until:
             for _ in range(20):
                 matrix @ matrix
-            torch.cuda.synchronize(index)
+            stream.synchronize()
+    streams.give_back(stream)
 
 
 def _workspaces(graph: OpGraph) -> I64:
