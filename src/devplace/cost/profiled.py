@@ -25,6 +25,9 @@ from devplace.machine.detect import cpu_model
 I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
 WARM_UP_S = 0.1
+# Every op in a step on a GPU takes so much longer than in a chain of its like, whatever it does:
+# launch records, code and addresses come out of memory. Figures: docs/concepts/costs.md.
+KERNEL_GAP_NS = 850
 TIMING = 2  # how ops are timed; times taken otherwise are not mixed with these
 
 
@@ -77,7 +80,8 @@ class Profiled:
                 continue
             place, measure = timer
             if place not in done:
-                priced = _Column(self, place, measure, notes)
+                gap_ns = KERNEL_GAP_NS if device.kind == "gpu" else 0
+                priced = _Column(self, place, measure, notes, gap_ns)
                 done[place] = priced.price(graph, calls, table.compute_ns[:, column])
             compute_ns[:, column] = done[place][0]
             if device.kind == "gpu":
@@ -177,6 +181,7 @@ class _Column:
     place: str
     timer: Timer
     notes: list[str]
+    gap_ns: int = 0
 
     def price(self, graph: OpGraph, calls: Mapping[int, OpCall], base_ns: I64) -> tuple[I64, I64]:
         """Times and workspaces of all ops, `[V]` each."""
@@ -189,6 +194,7 @@ class _Column:
             else:
                 missing.append(index)
         _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
+        compute_ns[list(calls)] += self.gap_ns
         return compute_ns, workspace
 
     def _known(

@@ -14,10 +14,11 @@ from devplace.cost.inputs import Arguments
 from devplace.cost.signature import OpCall
 
 MOST_BYTES = 4 * 2**30
-# Repetitions of an op in one CUDA graph: enough that launching the graph does not show.
-CHAIN_NS = 250_000
-MOST_CHAIN, LEAST_CHAIN = 60, 4
-REPLAYS = 3
+# Repetitions of an op in one CUDA graph: enough that launching the graph does not show (a few us).
+CHAIN_NS = 1_000_000
+MOST_CHAIN, LEAST_CHAIN = 160, 8
+REPLAYS = 5
+MOST_CACHED_BYTES = 2 * 2**30
 CPU_NS = 3_000_000
 
 
@@ -47,6 +48,9 @@ def time_on_cuda(call: OpCall, device: Any) -> Timing:
         return _timed(call, device, stream)
     finally:
         streams.give_back(stream)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if cached > MOST_CACHED_BYTES:  # every graph had a pool of its own
+            torch.cuda.empty_cache()
 
 
 def _timed(call: OpCall, device: Any, stream: Any) -> Timing:

@@ -106,24 +106,40 @@ class StepHeaps:
     def heap_bytes(self, d: int) -> int:
         """What the captured step of a device reserves.
 
-        The executor asks for what its large tensors take at once in one piece first.
+        The executor asks for what its large tensors take at once in one piece first. Whether an op
+        takes its workspace before its outputs or after them is not known; the worse counts.
         """
         elsewhere, frees = self._frees(d)
-        trial = self._replay(d, Heap(), elsewhere, frees)
-        return self._replay(d, Heap(trial.large_peak_bytes), elsewhere, frees).num_bytes
+        tasks = self._orders[d]
+        has_workspaces = bool(self._problem.core.tasks.workspace_bytes[tasks].any())
+        found = []
+        for is_early in (False, True)[: 1 + has_workspaces]:
+            trial = self._replay(d, Heap(), elsewhere, frees, is_early)
+            heap = Heap(trial.large_peak_bytes)
+            found.append(self._replay(d, heap, elsewhere, frees, is_early).num_bytes)
+        return max(found)
 
-    def _replay(self, d: int, heap: Heap, elsewhere: set[int], frees: dict[int, list[int]]) -> Heap:
-        workspace = self._problem.core.tasks.workspace_bytes
+    def _replay(
+        self,
+        d: int,
+        heap: Heap,
+        elsewhere: set[int],
+        frees: dict[int, list[int]],
+        is_early: bool,
+    ) -> Heap:
+        workspace = self._problem.core.tasks.workspace_bytes.tolist()
         lying: dict[int, Block] = {}
         for position, task in enumerate(self._orders[d]):
             for storage in frees.get(position, ()):
                 if storage in lying:
                     heap.give(lying.pop(storage))
+            if is_early and workspace[task]:
+                heap.give(heap.take(workspace[task]))
             for storage in range(self._ptr[task], self._ptr[task + 1]):
                 if storage not in elsewhere and self._size[storage]:
                     lying[storage] = heap.take(self._size[storage])
-            if workspace[task]:
-                heap.give(heap.take(int(workspace[task])))
+            if workspace[task] and not is_early:
+                heap.give(heap.take(workspace[task]))
         return heap
 
     def _frees(self, d: int) -> tuple[set[int], dict[int, list[int]]]:
