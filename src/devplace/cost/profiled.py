@@ -194,7 +194,7 @@ class _Column:
             else:
                 missing.append(index)
         _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
-        compute_ns[list(calls)] += self.gap_ns
+        compute_ns[np.array(list(calls), np.intp)] += self.gap_ns
         return compute_ns, workspace
 
     def _known(
