@@ -1,6 +1,7 @@
 """Who decides where ops go. A new placer is one file and one line in `ALL`."""
 
 from devplace.placers.budget import Budget
+from devplace.placers.contiguous import Contiguous
 from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
@@ -15,12 +16,13 @@ from devplace.placers.m_topo import MTopo
 from devplace.placers.mayer import Mayer
 from devplace.placers.mincut import MinCut, MinCutRepaired
 from devplace.placers.pipedream import PipeDream
-from devplace.placers.place import Result, place
+from devplace.placers.place import OBJECTIVES, Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
 from devplace.placers.scotch import Scotch, ScotchRepaired
 from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
+from devplace.placers.throughput import ThroughputResult
 
 ALL: tuple[type[Placer], ...] = (
     Single,
@@ -38,6 +40,7 @@ ALL: tuple[type[Placer], ...] = (
     MSct,
     Mayer,
     PipeDream,
+    Contiguous,
     Scotch,
     ScotchRepaired,
     MinCut,
@@ -48,7 +51,9 @@ ALL: tuple[type[Placer], ...] = (
 
 __all__ = [
     "ALL",
+    "OBJECTIVES",
     "Budget",
+    "Contiguous",
     "Cpu",
     "DataParallel",
     "Etf",
@@ -73,6 +78,7 @@ __all__ = [
     "ScotchRepaired",
     "Search",
     "Single",
+    "ThroughputResult",
     "Topo",
     "by_name",
     "place",
