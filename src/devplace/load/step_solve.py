@@ -20,6 +20,7 @@ from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
 
 _ROUNDS = 4  # models of memory, each closer to what simulations of the last one's answer told
+_SHARES = (0.15, 0.25, 0.4)  # of what is left, for each level of classes, coarse to fine
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,25 +92,36 @@ def contiguous_step(problem: Problem, seconds: float) -> I32 | None:
     """Device of each task in the best split found in which the forward pass only goes forward; None
     where no split fits the parameters. `[N]`
 
-    Ops are cut one by one, and module call by module call, where all cuts can more often be tried.
+    Parameters sit with the first op that reads them. Ops are cut one by one, and module call by
+    module call, where all cuts can more often be tried.
     """
-    fine = StepProblem(problem).attached()
-    best: tuple[int, I32] | None = None
-    for step in (fine.coarser(by_call=True), fine):
-        model = step.dearest(step.permanent_bytes, with_cpus=False)
-        found = solve_contiguous(model, seconds)
-        if found.device is not None:
-            device = step.spread(found.device)
-            value = int(step.prices.loads_ns(device).max())
-            best = (value, device) if best is None or value < best[0] else best
-    return None if best is None else best[1]
+    step = StepProblem(problem)
+    splits = _contiguous_splits(step, seconds / 2)
+    return min(splits, key=lambda d: int(step.prices.loads_ns(d).max()), default=None)
+
+
+def _contiguous_splits(step: StepProblem, seconds: float) -> list[I32]:
+    """The best split of module calls, and that of single ops. `[N]` each"""
+    fine = step.attached()
+    splits = []
+    for level in (fine.coarser(by_call=True), fine):
+        model = level.dearest(level.permanent_bytes, with_cpus=False)
+        if model.num_accelerators:
+            found = solve_contiguous(model, seconds)
+            splits += [] if found.device is None else [level.spread(found.device)]
+    return splits
 
 
 def load_bound(problem: Problem, seconds: float = 1.0) -> int:
     """A largest load that no placement can be below, ns."""
-    items = make_items(StepProblem(problem).cheapest())
+    quick = _quick_bound(StepProblem(problem).cheapest(), seconds)
+    return max(quick, lower_bound(problem).load_ns)
+
+
+def _quick_bound(relaxed: LoadProblem, seconds: float) -> int:
+    items = make_items(relaxed)
     bound = max(quick_bound(items), item_bound(items, solvers_module(), seconds))
-    return max(-(-bound // PS_PER_NS), lower_bound(problem).load_ns)
+    return -(-bound // PS_PER_NS)
 
 
 def together(problem: Problem, device: I32) -> I32:
@@ -139,6 +151,8 @@ class _Run:
         try:
             for device in hints:
                 self.offer(self.step.together(device)[self.step.of_task], "a simple split")
+            for device in _contiguous_splits(self.step, 0.05 * self._left()):
+                self.offer(device, "contiguous split")
             self._search()
         except KeyboardInterrupt:
             if self.device is None:
@@ -181,24 +195,35 @@ class _Run:
         return min(4.0, max(0.0, (int(peaks[worst]) - permanent) / passing)) if passing else 0.0
 
     def _search(self) -> None:
-        relaxed, uniform = self.step.cheapest(), self.step.is_uniform
-        self.bound = lower_bound(self.problem).load_ns
-        found = self._solve(relaxed, (0.98 if self._is_roomy() else 0.4) if uniform else 0.2)
-        self.bound = max(self.bound, -(-found.bound_ps // PS_PER_NS))
-        fits = self._offer(found)
-        if not self._settled() and not self.step.is_uniform:
-            self._differing()
-        for _ in range(_ROUNDS):
-            if self._settled() or (fits and self.share == 0):
+        joined = self.step.attached()
+        levels = [joined.coarser(by_call=False), joined.coarser(by_call=True), joined, self.step]
+        sizes = [len(level.first) for level in levels]
+        levels = [v for v, size in zip(levels[:-1], sizes[:-1], strict=True) if size < sizes[-1]]
+        self._bound()
+        for level, share in zip(levels, _SHARES[-len(levels) :], strict=False):
+            if not self._settled():
+                self._solve(level, share)
+        if not self.step.is_uniform:
+            for level in [*levels, self.step]:
+                if not self._settled():
+                    self._improve(level)
+        for turn in range(_ROUNDS):
+            if self._settled():
                 break
-            model = self.step.dearest(self._held(), with_cpus=True)
-            fits = self._offer(self._solve(model, 0.4)) and self.key[0] == 0
-        if not self._settled() and self.share == 0 and self.step.is_uniform:
-            found = self._solve(relaxed, 1.0)
-            self.bound = max(self.bound, -(-found.bound_ps // PS_PER_NS))
-            self._offer(found)
+            sure = self._is_roomy() or (turn > 0 and self.key[0] == 0)
+            self._solve(self.step, 0.98 if sure or turn + 1 == _ROUNDS else 0.4)
+            if sure:
+                break
         if self.progress is not None:
             self.progress(1.0)
+
+    def _bound(self) -> None:
+        """Lower bounds; with CP-SAT's where the machine is no plain one and the graph is small."""
+        relaxed = self.step.cheapest()
+        seconds = 0.05 * self._left() if self.effort.seconds is not None else 86_400.0
+        self.bound = max(lower_bound(self.problem).load_ns, _quick_bound(relaxed, seconds))
+        if not self.step.is_uniform:
+            self._relaxed(self._attempt(self.step, relaxed, 0.1))
 
     def _is_roomy(self) -> bool:
         """Whether any device holds everything at once."""
@@ -206,14 +231,6 @@ class _Run:
         once = tasks.made_bytes.sum() + tasks.workspace_bytes.sum() + tasks.const_bytes.sum()
         total = int(once + tasks.carrier_bytes.sum())
         return total <= min(limits) and not len(self.problem.machine.pools)
-
-    def _differing(self) -> None:
-        """Devices or links that differ: solve as if they did not, then move classes one by one."""
-        if self.step.prices.cpus and self.step.allowed[:, self.step.prices.accelerators].any(1).all():
-            self._offer(self._solve(self.step.dearest(self._held(), with_cpus=False), 0.5))
-        joined = self.step.attached()
-        for step in (joined.coarser(by_call=False), joined.coarser(by_call=True), self.step):
-            self._improve(step)
 
     def _improve(self, step: StepProblem) -> None:
         """Moves of single classes, from the best placement so far."""
@@ -245,8 +262,22 @@ class _Run:
             return None
         return max(1, int(share * (self.effort.evaluations - self.moves)))
 
-    def _solve(self, model: LoadProblem, share: float) -> LoadSolution:
-        """One solution of a model in a share of what is left."""
+    def _solve(self, level: StepProblem, share: float) -> None:
+        """Solve the model of a level in a share of what is left, and take what it gives."""
+        if level.is_uniform and self.share == 0:
+            found = self._attempt(level, level.cheapest(), share)
+            if level is self.step:
+                self._relaxed(found)
+            return
+        fast = self.step.prices.accelerators
+        only_fast = not level.is_uniform and bool(level.allowed[:, fast].any(axis=1).all())
+        self._attempt(level, level.dearest(self._held(), with_cpus=not only_fast), share)
+
+    def _relaxed(self, found: LoadSolution) -> None:
+        """Take the bound of a relaxation of the whole problem."""
+        self.bound = max(self.bound, -(-found.bound_ps // PS_PER_NS))
+
+    def _attempt(self, level: StepProblem, model: LoadProblem, share: float) -> LoadSolution:
         if self.progress is not None and self.effort.seconds is not None:
             self.progress(min(1.0, 1 - self._left() / self.effort.seconds))
         counted = self.effort.seconds is None
@@ -255,14 +286,16 @@ class _Run:
             share * self._left(),
             self.effort.seed,
             1 if counted else self.effort.threads,
-            hint=self._hint(model),
+            hint=self._hint(level, model),
             max_evaluations=self._moves(share),
             exact=not counted,
         )
         self.moves += found.evaluations
+        if found.device is not None:
+            self.offer(level.spread(found.device), found.how)
         return found
 
-    def _hint(self, model: LoadProblem) -> I32 | None:
+    def _hint(self, level: StepProblem, model: LoadProblem) -> I32 | None:
         """The best placement so far as nodes of a model."""
         if self.device is None:
             return None
@@ -270,17 +303,9 @@ class _Run:
         devices = [*prices.accelerators, *prices.cpus][: model.num_devices]
         number = np.full(len(prices.pays), -1, np.int32)
         number[devices] = np.arange(len(devices))
-        node = number[self.device]
-        first = self.step.first[self.step.of_task]
+        node = number[level.together(self.device)[level.of_task]]
         color = model.color[: len(node)]
-        if (node < 0).any() or (node != node[first]).any():
-            return None
         of_color = np.zeros(int(color.max(initial=0)) + 1, np.int32)
         of_color[color] = node
         hint: I32 = of_color[model.color]
-        return hint
-
-    def _offer(self, found: LoadSolution) -> bool:
-        if found.device is None:
-            return False
-        return self.offer(self.step.spread(found.device), found.how)
+        return hint if (node >= 0).all() else None
