@@ -152,9 +152,9 @@ class CompareOutcome:
 
     @property
     def best(self) -> Result | None:
-        """The fastest plan that fits."""
+        """The fastest plan that fits, by the objective."""
         fitting = [result for result in self.results if result.is_feasible]
-        return min(fitting, key=lambda result: result.step_ns, default=None)
+        return min(fitting, key=lambda result: (result.value_ns, result.step_ns), default=None)
 
     @property
     def exit_code(self) -> int:
@@ -211,6 +211,11 @@ def plan(
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
     placer, limits = placers.by_name(placer_name), Budget.parse(budget)
     outputs.check(request)
+    if confirms and request.objective != "latency":
+        raise InputError(
+            "--confirm measures one step at a time and cannot confirm a plan for a full pipeline. "
+            "Leave it out, or plan with --objective latency."
+        )
     if confirms:
         refuse_running(request.model)
         request = _runnable(request)
@@ -294,6 +299,7 @@ def _place(
         placer,
         budget,
         seed,
+        objective=session.request.objective,
         request=session.request.as_json(),
         allow_infeasible=True,
         bound=bound,
