@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
 
 _ROUNDS = 4  # models of memory, each closer to what simulations of the last one's answer told
+_MOST_TRIED = 2000  # placements; above it they are searched
 _SHARES = (0.15, 0.25, 0.4)  # of what is left, for each level of classes, coarse to fine
 
 
@@ -144,16 +146,21 @@ class _Run:
         self.device: I32 | None = None  # of each task
         self.how, self.bound, self.moves, self.simulated = "", 0, 0, 0
         self.share = 0.0  # of what passes through memory that counts as held
-        self.seen: set[bytes] = set()
+        self.seen: dict[bytes, bool] = {}  # whether a placement of tasks fits
 
     def run(self, hints: Sequence[I32]) -> StepLoadSolution:
         interrupted = False
         try:
+            for d in self.problem.usable_devices:
+                whole = np.full(len(self.step.first), d, np.int32)
+                self.offer(self.step.legal(whole)[self.step.of_task], "one device")
             for device in hints:
                 self.offer(self.step.together(device)[self.step.of_task], "a simple split")
-            for device in _contiguous_splits(self.step, 0.05 * self._left()):
-                self.offer(device, "contiguous split")
-            self._search()
+            if self._count() <= _MOST_TRIED:
+                self._try_all()
+            else:
+                self._start()
+                self._search()
         except KeyboardInterrupt:
             if self.device is None:
                 raise
@@ -172,9 +179,9 @@ class _Run:
 
     def offer(self, device: I32, how: str) -> bool:
         """Take a placement of tasks if it is better; whether it fits."""
-        if device.tobytes() in self.seen:
-            return self.key[0] == 0
-        self.seen.add(device.tobytes())
+        name = device.tobytes()
+        if name in self.seen:
+            return self.seen[name]
         timeline = simulate(self.problem, Placement(self.problem.expand(device)))
         self.simulated += 1
         over = sum(timeline.missing_bytes.values())
@@ -183,6 +190,7 @@ class _Run:
             self.share = max(self.share * 1.1, self._share(device, timeline.peak_bytes))
         if key < self.key:
             self.key, self.device, self.how = key, device, how
+        self.seen[name] = over == 0
         return over == 0
 
     def _share(self, device: I32, peaks: I64) -> float:
@@ -193,6 +201,25 @@ class _Run:
         permanent = int(self.step.permanent_bytes[here].sum())
         passing = int(self.step.passing_bytes[here].sum())
         return min(4.0, max(0.0, (int(peaks[worst]) - permanent) / passing)) if passing else 0.0
+
+    def _count(self) -> float:
+        """Number of placements of classes."""
+        return float(self.step.allowed.sum(axis=1).astype(float).prod())
+
+    def _try_all(self) -> None:
+        """All placements by rising largest load, up to the first that fits: there is no better."""
+        options = [np.flatnonzero(row).tolist() for row in self.step.allowed]
+        rows = [np.array(row, np.int32)[self.step.of_task] for row in product(*options)]
+        rows.sort(key=lambda device: int(self.step.prices.loads_ns(device).max()))
+        for device in rows:
+            if self.offer(device, "all placements tried"):
+                break
+        if self.key[0] == 0:
+            self.bound = self.key[1]
+
+    def _start(self) -> None:
+        for device in _contiguous_splits(self.step, 0.05 * self._left()):
+            self.offer(device, "contiguous split")
 
     def _search(self) -> None:
         joined = self.step.attached()
@@ -292,8 +319,25 @@ class _Run:
         )
         self.moves += found.evaluations
         if found.device is not None:
-            self.offer(level.spread(found.device), found.how)
+            device = level.spread(found.device)
+            self.offer(device if level.is_uniform else self._exchanged(level, device), found.how)
         return found
+
+    def _exchanged(self, level: StepProblem, device: I32) -> I32:
+        """The best that exchanging the contents of two devices at a time leads to: a model does not
+        tell devices apart. `[N]`"""
+        classes, loads = device[level.first], self.step.prices.loads_ns
+        value, usable = int(loads(device).max()), self.problem.usable_devices
+        better = True
+        while better:
+            better = False
+            for a, b in combinations(usable, 2):
+                other = np.where(classes == a, b, np.where(classes == b, a, classes))
+                other = level.legal(other.astype(np.int32))
+                now = int(loads(other[level.of_task]).max())
+                if now < value:
+                    classes, value, better = other, now, True
+        return classes[level.of_task]
 
     def _hint(self, level: StepProblem, model: LoadProblem) -> I32 | None:
         """The best placement so far as nodes of a model."""
