@@ -263,7 +263,7 @@ def compare(
     request: Request, names: str, budget: str, seed: int, outputs: Outputs
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
-    chosen = _choose(names)
+    chosen = _choose(names, request.objective)
     limits = Budget.parse(budget)
     outputs.check(request)
     session = open_session(request)
@@ -307,9 +307,10 @@ def _place(
     )
 
 
-def _choose(names: str) -> list[Placer]:
+def _choose(names: str, objective: str) -> list[Placer]:
     if names.strip() == "all":
-        return [placer() for placer in placers.ALL]
+        more = placers.ONLY_THROUGHPUT if objective == "throughput" else ()
+        return [placer() for placer in (*placers.ALL, *more)]
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not wanted:
         raise InputError("--placers must name at least one placer, or be 'all'.")

@@ -31,8 +31,9 @@ class _Classes:
         self._parent = list(range(tasks.num_groups))
         self._allowed = problem.allowed.copy()
         maker = tasks.carrier_maker
-        self._in_ptr, self._carrier = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
-        self._maker = maker.tolist()
+        self._in_ptr: list[int] = tasks.in_ptr.tolist()
+        self._carrier: list[int] = tasks.in_carrier.tolist()
+        self._maker: list[int] = maker.tolist()
         self._forward: dict[tuple[object, ...], list[int]] = {}
         for task, op in enumerate(self.ops):
             if op.stage == "forward":
@@ -56,8 +57,10 @@ class _Classes:
 
     def _forward_of(self, task: int) -> int | None:
         peers = next((self._forward[k] for k in self._keys(task) if k in self._forward), None)
-        if peers is None or len(peers) == 1:
-            return peers and peers[0]
+        if peers is None:
+            return None
+        if len(peers) == 1:
+            return peers[0]
         known, carriers = set(peers), self._reads(task)
         makers = [self._maker[c] for c in carriers]
         made = [m for m in makers if m in known]

@@ -20,9 +20,9 @@ class StepPrices:
     another batch. A device's load is the time of its ops (over its streams), and for
     accelerators the time of each tensor that comes in and, once, of each that goes out (by the
     slowest link it leaves by). A tensor's time on a link is what it occupies the link for, with the
-    larger of the overheads at its ends; latency and queues delay a batch, not a full pipeline. A CPU
-    beside accelerators pays for no transfer; where there are only CPUs, they are the accelerators.
-    Read-only sources are everywhere from the start and cost nothing.
+    larger of the overheads at its ends; latency and queues delay a batch, not a full pipeline. Where
+    there are accelerators, CPUs pay for no transfer; where there are only CPUs, they are the
+    accelerators. Read-only sources are everywhere from the start and cost nothing.
 
     Attributes:
         problem: What is placed.

@@ -211,7 +211,7 @@ class StepProblem:
         for d in self.problem.usable_devices:
             bound = np.flatnonzero(allowed[:, d] & (allowed.sum(axis=1) == 1))
             color[bound] = bound[0] if len(bound) else 0
-        able = allowed[:, fast].any(axis=1)
+        able = np.asarray(allowed[:, fast].any(axis=1), np.bool_)
         serial = allowed[:, cpus].any(axis=1) if cpus else np.ones(len(allowed), bool)
         banned = self.first[~serial]
         on_cpu = time[1].copy()

@@ -40,7 +40,6 @@ ALL: tuple[type[Placer], ...] = (
     MSct,
     Mayer,
     PipeDream,
-    Contiguous,
     Scotch,
     ScotchRepaired,
     MinCut,
@@ -48,10 +47,13 @@ ALL: tuple[type[Placer], ...] = (
     Random,
     Search,
 )
+ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
+"""Placers that make sense for the objective `throughput` only; `by_name` knows them too."""
 
 __all__ = [
     "ALL",
     "OBJECTIVES",
+    "ONLY_THROUGHPUT",
     "Budget",
     "Contiguous",
     "Cpu",
@@ -93,7 +95,7 @@ def by_name(name: str) -> Placer:
     """
     from devplace.errors import InputError, did_you_mean
 
-    known = {placer().name: placer for placer in ALL}
+    known = {placer().name: placer for placer in (*ALL, *ONLY_THROUGHPUT)}
     if name not in known:
         raise InputError(
             f"Unknown placer {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."

@@ -20,8 +20,8 @@ from devplace.load import (
 )
 from devplace.placers import rounds
 from devplace.placers.budget import Budget
-from devplace.placers.even import Even
 from devplace.placers.evaluate import Evaluator
+from devplace.placers.even import Even
 from devplace.placers.greedy import Greedy
 from devplace.placers.layers import Layers
 from devplace.placers.mincut import MinCut

@@ -78,23 +78,22 @@ def comparison_table(
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     table.add_column(f"peak memory, {unit}", overflow="fold", min_width=18)
-    for name in ("moved", "evals", "seconds"):
+    for name in ("moved", "evals", "seconds") if not loads else ("moved", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     best = min((r.value_ns for r in found if r.is_feasible), default=-1)
-    blank = ["-"] * bool(loads)
     for row in results:
         if isinstance(row, Skipped):
             reason = Text(_skip_text(row))
-            table.add_row(Text(row.placer), *blank, "-", "-", reason, "-", "-", "-")
+            blank = ["-"] * (3 - bool(loads))
+            before = ["-"] * (2 + bool(loads))
+            table.add_row(Text(row.placer), *before, reason, *blank)
         else:
             style = "bold" if row.is_feasible and row.value_ns == best else ""
             table.add_row(*_cells(row, single, unit), style=style)
     table.add_section()
     least = max((r.load_bound_ns for r in loads), default=bound.step_ns)
     times = [format_time(least)] * bool(loads) + [format_time(bound.step_ns)]
-    table.add_row(
-        "lower bound", *times, _ratio(single.makespan_ns, least), _bound_text(bound)
-    )
+    table.add_row("lower bound", *times, _ratio(single.makespan_ns, least), _bound_text(bound))
     if not single.is_feasible:
         table.caption = Text(
             f"Speed-up is over one device without its memory limit: {_lacks(single)}."
@@ -201,7 +200,7 @@ def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
         Text(_ratio(single.makespan_ns, result.value_ns)),
         Text(memory),
         Text(format_bytes(timeline.transfer_bytes)),
-        Text(f"{result.evaluations:,}"),
+        *([] if result.objective == "throughput" else [Text(f"{result.evaluations:,}")]),
         Text(f"{result.seconds:.1f}"),
     ]
 

@@ -38,9 +38,9 @@ def verify_loads(problem: Problem, device: Sequence[int]) -> LoadVerdict:
     """Loads in a full pipeline of steps.
 
     A device's load is the time of its ops over its streams; accelerators pay besides for every
-    tensor that comes in the time of its link, and for every own tensor that is read elsewhere, once,
-    the time of the slowest link that it takes. A link's time is what it is occupied for and the
-    larger of its two overheads. Where there are only CPUs, they count as accelerators.
+    tensor that comes in the time of its link, and for every own tensor that is read elsewhere,
+    once, the time of the slowest link that it takes. A link's time is what it is occupied for and
+    the larger of its two overheads. Where there are only CPUs, they count as accelerators.
 
     Args:
         problem: What is placed.
