@@ -20,8 +20,8 @@ class StepPrices:
     another batch. A device's load is the time of its ops (over its streams), and for
     accelerators the time of each tensor that comes in and, once, of each that goes out (by the
     slowest link it leaves by). A tensor's time on a link is what it occupies the link for, with the
-    larger of the overheads at its ends; latency and queues delay a batch, not a full pipeline. Where
-    there are accelerators, CPUs pay for no transfer; where there are only CPUs, they are the
+    larger of the overheads at its ends; latency and queues delay a batch, not a full pipeline.
+    Where there are accelerators, CPUs pay for no transfer; where there are only CPUs, they are the
     accelerators. Read-only sources are everywhere from the start and cost nothing.
 
     Attributes:
