@@ -1,9 +1,10 @@
 """What computing cheap ops again on every device that reads them could give, at best.
 
 For each workload and machine: the search's plan; its transfers of deterministic ops are candidates,
-each a copy of the op on the reader's device in place of the transfer (inputs travel there unless they
-are there already). Copies are real ops of a changed graph, which is simulated; sets are kept if the
-step gets shorter, else tried in halves. As a yardstick, the search goes on from its plan for as long.
+each a copy of the op on the reader's device in place of the transfer (inputs travel there unless
+they are there already). Copies are real ops of a changed graph, which is simulated; sets are kept
+if the step gets shorter, else tried in halves. As a yardstick, the search goes on from its plan for
+as long.
 
     python experiments/replication.py [--budget 25] [--trial 25]
 
