@@ -87,7 +87,7 @@ def test_small_problems_are_solved(problem):
 def test_search_and_bound_on_both_sides_of_the_best(is_native, monkeypatch):
     """The search proper, native or in Python, is never below the best, mostly at it, and its bound
     is never above it."""
-    monkeypatch.setattr(step_solve, "_MOST_TRIED", 0)
+    monkeypatch.setattr(step_solve, "_MOST_TRIED", 0.5)
     reached = []
     for seed in range(30):
         problem = random_problem(seed, 2 + seed % 7, 1 + seed % 3)
@@ -203,3 +203,13 @@ def test_backward_ops_sit_with_their_forward_ops():
     assert of["gb"] == of["b"]
     assert of["a"] != of["b"]
     assert of["ga"] in (of["a"], of["b"])
+
+
+def test_many_classes_are_counted_without_overflow():
+    """A chain of 2,000 ops has more placements than a float can hold."""
+    lines = ["x = input bytes=1", "a0 = f(x) bytes=1 ns=1"]
+    lines += [f"a{k} = f(a{k - 1}) bytes=1 ns=1" for k in range(1, 2000)]
+    text = "\n".join([*lines[:-1], lines[-1] + " result=output"])
+    machine = hand_machine({"gpu:0": 10**6, "gpu:1": 10**6}, bytes_per_ns=1)
+    found = place_step(hand_problem(text, machine), Effort(seconds=None, evaluations=50))
+    assert found.bound_ns <= found.value_ns <= 2000

@@ -156,7 +156,7 @@ class _Run:
                 self.offer(self.step.legal(whole)[self.step.of_task], "one device")
             for device in hints:
                 self.offer(self.step.together(device)[self.step.of_task], "a simple split")
-            if self._count() <= _MOST_TRIED:
+            if self._are_few():
                 self._try_all()
             else:
                 self._start()
@@ -202,9 +202,10 @@ class _Run:
         passing = int(self.step.passing_bytes[here].sum())
         return min(4.0, max(0.0, (int(peaks[worst]) - permanent) / passing)) if passing else 0.0
 
-    def _count(self) -> float:
-        """Number of placements of classes."""
-        return float(self.step.allowed.sum(axis=1).astype(float).prod())
+    def _are_few(self) -> bool:
+        """Whether all placements of classes can be tried."""
+        choices = self.step.allowed.sum(axis=1)
+        return float(np.log(np.maximum(choices, 1)).sum()) <= np.log(_MOST_TRIED)
 
     def _try_all(self) -> None:
         """All placements by rising largest load, up to the first that fits: there is no better."""
