@@ -20,7 +20,7 @@ from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
 
-_ROUNDS = 4  # models of memory, each closer to what simulations of the last one's answer told
+_ROUNDS = 6  # models of memory, each closer to what simulations of the last one's answer told
 _MOST_TRIED = 2000  # placements; above it they are searched
 _SHARES = (0.15, 0.25, 0.4)  # of what is left, for each level of classes, coarse to fine
 
@@ -205,7 +205,7 @@ class _Run:
     def _are_few(self) -> bool:
         """Whether all placements of classes can be tried."""
         choices = self.step.allowed.sum(axis=1)
-        return float(np.log(np.maximum(choices, 1)).sum()) <= np.log(_MOST_TRIED)
+        return bool(np.log(np.maximum(choices, 1)).sum() <= np.log(_MOST_TRIED))
 
     def _try_all(self) -> None:
         """All placements by rising largest load, up to the first that fits: there is no better."""
@@ -221,6 +221,7 @@ class _Run:
     def _start(self) -> None:
         for device in _contiguous_splits(self.step, 0.05 * self._left()):
             self.offer(device, "contiguous split")
+        self.share = 0.0  # of what the search's own answers need, not of simple ones
 
     def _search(self) -> None:
         joined = self.step.attached()
@@ -319,7 +320,9 @@ class _Run:
             exact=not counted,
         )
         self.moves += found.evaluations
-        if found.device is not None:
+        if found.device is None:
+            self.share *= 0.8  # a model that nothing fits asks for too much
+        else:
             device = level.spread(found.device)
             self.offer(device if level.is_uniform else self._exchanged(level, device), found.how)
         return found
