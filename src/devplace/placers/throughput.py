@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class ThroughputResult(Result):
         return self.value_ns / self.load_bound_ns - 1 if self.load_bound_ns else 0.0
 
     @property
-    def status(self) -> str:
+    def status(self) -> Literal["optimal", "feasible", "infeasible", "unknown"]:
         """`optimal` where the largest load equals its bound, `feasible` where memory holds, else
         `infeasible` if that is proved, or `unknown`."""
         if not self.is_feasible:
