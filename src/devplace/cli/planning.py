@@ -165,9 +165,9 @@ class CompareOutcome:
 
     @property
     def best(self) -> Result | None:
-        """The fastest plan that fits."""
+        """The fastest plan that fits, by the objective."""
         fitting = [result for result in self.results if result.is_feasible]
-        return min(fitting, key=lambda result: result.step_ns, default=None)
+        return min(fitting, key=lambda result: (result.value_ns, result.step_ns), default=None)
 
     @property
     def exit_code(self) -> int:
@@ -229,6 +229,11 @@ def plan(
             f"--resume. Those that learn: {', '.join(placers.LEARNING)}."
         )
     outputs.check(request)
+    if confirms and request.objective != "latency":
+        raise InputError(
+            "--confirm measures one step at a time and cannot confirm a plan for a full pipeline. "
+            "Leave it out, or plan with --objective latency."
+        )
     if confirms:
         refuse_running(request.model)
         request = _runnable(request)
@@ -276,7 +281,7 @@ def compare(
     request: Request, names: str, budget: str, seed: int, outputs: Outputs
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
-    chosen = [outputs.logged(placer) for placer in _choose(names)]
+    chosen = [outputs.logged(placer) for placer in _choose(names, request.objective)]
     limits = Budget.parse(budget)
     outputs.check(request)
     session = open_session(request)
@@ -312,6 +317,7 @@ def _place(
         placer,
         budget,
         seed,
+        objective=session.request.objective,
         request=session.request.as_json(),
         allow_infeasible=True,
         bound=bound,
@@ -319,11 +325,12 @@ def _place(
     )
 
 
-def _choose(names: str) -> list[Placer]:
+def _choose(names: str, objective: str) -> list[Placer]:
+    more = placers.ONLY_THROUGHPUT if objective == "throughput" else ()
     if names.strip() == "plain":
-        return [placer() for placer in placers.PLAIN]
+        return [placer() for placer in (*placers.PLAIN, *more)]
     if names.strip() == "all":
-        return [placer() for placer in placers.ALL]
+        return [placer() for placer in (*placers.ALL, *more)]
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not wanted:
         raise InputError("--placers must name at least one placer, or be 'plain' or 'all'.")

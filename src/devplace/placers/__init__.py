@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from devplace.placers.budget import Budget
+from devplace.placers.contiguous import Contiguous
 from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
@@ -18,12 +19,13 @@ from devplace.placers.m_topo import MTopo
 from devplace.placers.mayer import Mayer
 from devplace.placers.mincut import MinCut, MinCutRepaired
 from devplace.placers.pipedream import PipeDream
-from devplace.placers.place import Result, place
+from devplace.placers.place import OBJECTIVES, Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
 from devplace.placers.scotch import Scotch, ScotchRepaired
 from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
+from devplace.placers.throughput import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl
@@ -56,6 +58,8 @@ PLAIN: tuple[type[Placer], ...] = (
     Search,
 )
 """Placers that do not learn; they need no torch."""
+ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
+"""Placers that make sense for the objective `throughput` only; `by_name` knows them too."""
 
 # Name -> module in `rl` and class of the placers that learn; loaded when first used.
 LEARNING = {
@@ -69,9 +73,12 @@ LEARNING = {
 __all__ = [
     "ALL",
     "LEARNING",
+    "OBJECTIVES",
+    "ONLY_THROUGHPUT",
     "PLAIN",
     "Budget",
     "ColocRl",
+    "Contiguous",
     "Cpu",
     "DataParallel",
     "Etf",
@@ -100,6 +107,7 @@ __all__ = [
     "ScotchRepaired",
     "Search",
     "Single",
+    "ThroughputResult",
     "Topo",
     "TrainingOptions",
     "by_name",
@@ -115,7 +123,7 @@ def by_name(name: str) -> Placer:
     """
     from devplace.errors import InputError, did_you_mean
 
-    known = {placer().name: placer for placer in PLAIN}
+    known = {placer().name: placer for placer in (*PLAIN, *ONLY_THROUGHPUT)}
     if name in LEARNING:
         return _learning(name)()
     if name not in known:
