@@ -75,7 +75,7 @@ class ColocRl:
     attention: int = 64
     tanh_constant: float = 5.0
     temperature: float = 1.0
-    learning_rate: float = 0.002
+    learning_rate: float = 0.005
     gradient_norm: float = 1.0
     baseline_decay: float = 0.5
     entropy_weight: float = 1.0
