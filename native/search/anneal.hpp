@@ -60,15 +60,13 @@ class Chain {
 
   Chain(const Space& space, const Settings& settings)
       : space_(space), core_(*space.core), settings_(settings), begin_(Clock::now()), random_(settings.seed),
-        incremental_(core_), simulator_(core_), is_plain_(core_.one_stream && !space.tracks_memory) {}
+        incremental_(core_), simulator_(core_) {}
 
   Found run(const i32* groups, const i64* priority) {
     groups_.assign(groups, groups + space_.num_groups);
-    device_.resize(core_.num_tasks);
-    for (i32 v = 0; v < core_.num_tasks; ++v) device_[v] = groups_[space_.task_group[v]];
-    std::vector<i64> given;
-    if (priority) given.assign(priority, priority + core_.num_tasks);
-    value_ = start(priority ? &given : nullptr);
+    std::vector<i32> device(core_.num_tasks);
+    for (i32 v = 0; v < core_.num_tasks; ++v) device[v] = groups_[space_.task_group[v]];
+    start(device, priority);
     keep_best();
     refocus();
     i64 stale = 0;
@@ -95,107 +93,76 @@ class Chain {
   }
 
  private:
-  double start(const std::vector<i64>* given) {
+  // With critical-path priorities, or with the given ones if these are better.
+  void start(const std::vector<i32>& device, const i64* given) {
     ++evaluations_;
-    if (is_plain_) {
-      incremental_.reset(device_, given);
-      step_ = incremental_.makespan();
-      overflow_ = 0;
-      return static_cast<double>(step_);
-    }
-    priority_.resize(core_.num_tasks);
-    if (given) priority_ = *given;
-    else critical_path(core_, device_.data(), priority_.data());
-    const double value = simulate();
-    if (given) {  // or with critical-path ones, if these are better
-      std::vector<i64> kept = priority_;
-      const i64 step = step_, overflow = overflow_;
-      critical_path(core_, device_.data(), priority_.data());
-      const double other = simulate();
-      if (other > value) {
-        priority_ = kept;
-        step_ = step;
-        overflow_ = overflow;
-        return value;
-      }
-      return other;
-    }
-    return value;
+    incremental_.reset(device);
+    simulate();
+    if (given == nullptr) return;
+    const double own = value_;
+    const std::vector<i64> path = incremental_.priority();
+    incremental_.use(std::vector<i64>(given, given + core_.num_tasks));
+    simulate();
+    if (value_ < own) return;
+    incremental_.use(path);
+    simulate();
+  }
+  void simulate() {
+    step_ = incremental_.makespan();
+    value_ = value();
   }
 
-  double simulate() {
-    if (space_.tracks_memory) simulator_.run<true, false>(device_.data(), priority_.data(), outcome_);
-    else simulator_.run<false, false>(device_.data(), priority_.data(), outcome_);
-    step_ = outcome_.makespan;
+  // Of what was simulated last: its step time, and more where it does not fit.
+  double value() {
     overflow_ = 0;
-    double share = 0;
-    if (space_.tracks_memory) {
-      i64 smallest = Incremental::never;
-      for (std::size_t d = 0; d < space_.limit_bytes.size(); ++d) {
-        overflow_ += std::max<i64>(0, outcome_.peak[d] - space_.limit_bytes[d]);
-        smallest = std::min(smallest, space_.limit_bytes[d]);
-      }
-      for (std::size_t p = 0; p < space_.pool_limit_bytes.size(); ++p)
-        overflow_ += std::max<i64>(0, outcome_.pool_peak[p] - space_.pool_limit_bytes[p]);
-      share = static_cast<double>(overflow_) / static_cast<double>(std::max<i64>(1, smallest));
+    if (!space_.tracks_memory) return static_cast<double>(step_);
+    simulator_.run<true, false>(incremental_.device().data(), incremental_.priority().data(), outcome_);
+    i64 smallest = Incremental::never;
+    for (std::size_t d = 0; d < space_.limit_bytes.size(); ++d) {
+      overflow_ += std::max<i64>(0, outcome_.peak[d] - space_.limit_bytes[d]);
+      smallest = std::min(smallest, space_.limit_bytes[d]);
     }
+    for (std::size_t p = 0; p < space_.pool_limit_bytes.size(); ++p)
+      overflow_ += std::max<i64>(0, outcome_.pool_peak[p] - space_.pool_limit_bytes[p]);
+    const double share = static_cast<double>(overflow_) / static_cast<double>(std::max<i64>(1, smallest));
     return static_cast<double>(step_) * (1 + 2 * share + (overflow_ > 0 ? 0.05 : 0));
   }
 
+  // Memory is looked at only where the step alone would be accepted.
   double evaluate(double bar) {
     ++evaluations_;
-    if (is_plain_) {
-      moves_.clear();
-      for (const auto& [group, old] : moved_)
-        for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
-          moves_.push_back({space_.group_tasks[j], groups_[group]});
-      const double most = std::min(bar, 9e18);
-      const bool fresh = random_.uniform() < settings_.fresh_share;
-      step_ = incremental_.try_move(moves_, static_cast<i64>(most), fresh);
-      return step_ == Incremental::never ? 1e300 : static_cast<double>(step_);
-    }
+    moves_.clear();
     for (const auto& [group, old] : moved_)
       for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
-        device_[space_.group_tasks[j]] = groups_[group];
-    held_priority_.swap(priority_);
-    priority_.resize(core_.num_tasks);
-    critical_path(core_, device_.data(), priority_.data());
-    return simulate();
+        moves_.push_back({space_.group_tasks[j], groups_[group]});
+    const bool fresh = random_.uniform() < settings_.fresh_share;
+    const i64 step = incremental_.try_move(moves_, static_cast<i64>(std::min(bar, 9e18)), fresh);
+    if (step == Incremental::never) return 1e300;
+    step_ = step;
+    return value();
   }
 
   void undo() {
     for (auto it = moved_.rbegin(); it != moved_.rend(); ++it) groups_[it->first] = it->second;
-    if (is_plain_) {
-      incremental_.reject();
-      return;
-    }
-    for (const auto& [group, old] : moved_)
-      for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
-        device_[space_.group_tasks[j]] = groups_[group];
-    held_priority_.swap(priority_);
+    incremental_.reject();
   }
 
   void take(double found) {
     value_ = found;
-    if (!is_plain_) return;
     incremental_.accept();
-    ++evaluations_;
-    step_ = incremental_.makespan();
-    value_ = static_cast<double>(step_);
   }
 
   void keep_best() {
     best_value_ = value_;
     best_.groups = groups_;
-    best_.priority = is_plain_ ? incremental_.priority() : priority_;
+    best_.priority = incremental_.priority();
     best_.step = step_;
-    best_.overflow = is_plain_ ? 0 : overflow_;
+    best_.overflow = overflow_;
   }
 
   // The critical path of the present state, and what it says of classes.
   void refocus() {
-    chain_.clear();
-    if (is_plain_) incremental_.critical_chain(chain_);
+    incremental_.critical_chain(chain_);
     const std::size_t C = space_.num_classes;
     sums_.assign(C, 0);
     double total = 0;
@@ -302,13 +269,11 @@ class Chain {
   Random random_;
   Incremental incremental_;
   Simulator simulator_;
-  const bool is_plain_;
   Outcome outcome_;
   Found best_;
   double value_ = 0, best_value_ = 0, now_ = 0;
   i64 step_ = 0, overflow_ = 0, evaluations_ = 0, tries_ = 0;
-  std::vector<i32> groups_, device_, chain_;
-  std::vector<i64> priority_, held_priority_;
+  std::vector<i32> groups_, chain_;
   std::vector<double> sums_;
   std::vector<std::pair<i32, i32>> moved_, moves_;
 };

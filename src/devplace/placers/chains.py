@@ -74,10 +74,8 @@ class _Chain:
         self._core, self._space, self._schedule = core, space, schedule
         self._random = SplitMix(seed)
         self._seconds, self._begin, self._now, self._tries = seconds, time.monotonic(), 0.0, 0
-        self._is_plain = bool((core.wires.streams == 1).all()) and not space.tracks_memory
         self._made = self._step = self._overflow = 0
         self._value = self._best_value = 0.0
-        self._is_fresh = False
         self._best: tuple[I32, I64, int, int]
         self._moved: list[tuple[int, int]] = []
         self._chain: list[int] = []
@@ -103,7 +101,7 @@ class _Chain:
                 self._undo()
                 continue
             is_other = found != self._value
-            self._take(found)
+            self._value = found
             if self._value < self._best_value * (1 - 1e-6):
                 self._keep_best()
                 stale = 0
@@ -128,63 +126,44 @@ class _Chain:
         else:
             self._value, self._step, self._overflow = own
 
-    def _simulate(self, device: I32, priority: I64) -> float:
-        """Value of a placement."""
-        self._run = simulate_core(self._core, device, priority)
-        self._step, self._overflow, share = int(self._run.makespan_ns), 0, 0.0
-        if self._is_plain:
-            return float(self._step)
-        if self._space.tracks_memory:
-            limits = self._space.limit_bytes
-            over = np.maximum(self._run.peak_bytes - limits, 0).sum()
-            pools = np.maximum(self._run.pool_peak_bytes - self._space.pool_limit_bytes, 0).sum()
-            self._overflow = int(over + pools)
-            share = float(self._overflow) / float(max(1, int(limits.min())))
-        return float(self._step) * (1 + 2 * share + (0.05 if self._overflow > 0 else 0.0))
+    def _simulate(self, device: I32, priority: I64, bar: float = NEVER) -> float:
+        """Value of a placement, `NEVER` if its step alone is above the bar."""
+        run = simulate_core(self._core, device, priority)
+        step, share = int(run.makespan_ns), 0.0
+        if step > int(min(bar, 9e18)):
+            return NEVER
+        self._step, self._overflow = step, 0
+        if not self._space.tracks_memory:
+            return float(step)
+        limits = self._space.limit_bytes
+        over = np.maximum(run.peak_bytes - limits, 0).sum()
+        pools = np.maximum(run.pool_peak_bytes - self._space.pool_limit_bytes, 0).sum()
+        self._overflow = int(over + pools)
+        share = float(self._overflow) / float(max(1, int(limits.min())))
+        return float(step) * (1 + 2 * share + (0.05 if self._overflow > 0 else 0.0))
 
     def _evaluate(self, bar: float) -> float:
         self._made += 1
         device = self._device()
-        self._is_fresh = True
-        if self._is_plain:
-            self._is_fresh = self._random.uniform() < self._schedule.fresh_share
         self._held = self._priority
-        if self._is_fresh:
+        if self._random.uniform() < self._schedule.fresh_share:
             self._priority = critical_path_priority(self._core, device)
-        value = self._simulate(device, self._priority)
-        return NEVER if self._is_plain and self._step > int(min(bar, 9e18)) else value
+        return self._simulate(device, self._priority, bar)
 
     def _undo(self) -> None:
         for group, old in reversed(self._moved):
             self._groups[group] = old
         self._priority = self._held
 
-    def _take(self, found: float) -> None:
-        self._value = found
-        if not self._is_plain:
-            return
-        self._made += 1
-        if self._is_fresh:
-            return
-        known, device, old = self._step, self._device(), self._priority
-        self._priority = critical_path_priority(self._core, device)
-        self._simulate(device, self._priority)
-        if self._step > known:
-            self._priority = old
-            self._simulate(device, old)
-        self._value = float(self._step)
-
     def _keep_best(self) -> None:
         self._best_value = self._value
-        overflow = 0 if self._is_plain else self._overflow
-        self._best = (self._groups.copy(), self._priority.copy(), self._step, overflow)
+        self._best = (self._groups.copy(), self._priority.copy(), self._step, self._overflow)
 
     def _refocus(self) -> None:
         """The critical path of the present state, and how likely each class is to move."""
         space, device = self._space, self._device()
-        if self._is_plain:
-            self._run = simulate_core(self._core, device, self._priority)
-            self._chain = critical_tasks(self._core, device, self._run)
+        run = simulate_core(self._core, device, self._priority)
+        self._chain = critical_tasks(self._core, device, run)
         count = len(space.class_weight)
         share, total = [0.0] * count, 0.0
         for task in self._chain:
