@@ -44,6 +44,7 @@ struct Settings {
   double heat = 0.005, chain_share = 0.5, fresh_share = 0;
   i64 most_evaluations = 0, patience = 0;
   double seconds = 0;
+  bool settles = true;
   std::uint64_t seed = 0;
 };
 
@@ -80,13 +81,13 @@ class Chain {
         undo();
         continue;
       }
-      const bool is_other = found != value_;
+      const double before = value_;
       take(found);
       if (value_ < best_value_ * (1 - 1e-6)) {
         keep_best();
         stale = 0;
       }
-      if (is_other) refocus();
+      if (value_ != before) refocus();
     }
     best_.evaluations = evaluations_;
     return best_;
@@ -135,8 +136,8 @@ class Chain {
     for (const auto& [group, old] : moved_)
       for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
         moves_.push_back({space_.group_tasks[j], groups_[group]});
-    const bool fresh = random_.uniform() < settings_.fresh_share;
-    const i64 step = incremental_.try_move(moves_, static_cast<i64>(std::min(bar, 9e18)), fresh);
+    is_fresh_ = random_.uniform() < settings_.fresh_share;
+    const i64 step = incremental_.try_move(moves_, static_cast<i64>(std::min(bar, 9e18)), is_fresh_);
     if (step == Incremental::never) return 1e300;
     step_ = step;
     return value();
@@ -150,6 +151,23 @@ class Chain {
   void take(double found) {
     value_ = found;
     incremental_.accept();
+    if (!is_fresh_ && settings_.settles) settle();
+  }
+
+  // Critical-path priorities, if these are no worse.
+  void settle() {
+    ++evaluations_;
+    const i64 step = step_, overflow = overflow_;
+    step_ = incremental_.try_move({}, static_cast<i64>(std::min(value_, 9e18)), true);
+    const double found = step_ == Incremental::never ? 1e300 : value();
+    if (found <= value_) {
+      incremental_.accept();
+      value_ = found;
+      return;
+    }
+    incremental_.reject();
+    step_ = step;
+    overflow_ = overflow;
   }
 
   void keep_best() {
@@ -271,6 +289,7 @@ class Chain {
   Simulator simulator_;
   Outcome outcome_;
   Found best_;
+  bool is_fresh_ = false;
   double value_ = 0, best_value_ = 0, now_ = 0;
   i64 step_ = 0, overflow_ = 0, evaluations_ = 0, tries_ = 0;
   std::vector<i32> groups_, chain_;

@@ -170,6 +170,7 @@ class Kernel {
     common.most_evaluations = nb::cast<i64>(settings.attr("most_evaluations"));
     common.patience = nb::cast<i64>(settings.attr("patience"));
     common.seconds = nb::cast<double>(settings.attr("seconds"));
+    common.settles = nb::cast<bool>(settings.attr("settles"));
     std::vector<Found> found(K);
     {
       nb::gil_scoped_release release;

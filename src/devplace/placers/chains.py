@@ -100,12 +100,13 @@ class _Chain:
             if found > bar:
                 self._undo()
                 continue
-            is_other = found != self._value
-            self._value = found
+            before, self._value = self._value, found
+            if not self._is_fresh and self._schedule.settles:
+                self._settle()
             if self._value < self._best_value * (1 - 1e-6):
                 self._keep_best()
                 stale = 0
-            if is_other:
+            if self._value != before:
                 self._refocus()
         return (*self._best, self._made)
 
@@ -146,7 +147,8 @@ class _Chain:
         self._made += 1
         device = self._device()
         self._held = self._priority
-        if self._random.uniform() < self._schedule.fresh_share:
+        self._is_fresh = self._random.uniform() < self._schedule.fresh_share
+        if self._is_fresh:
             self._priority = critical_path_priority(self._core, device)
         return self._simulate(device, self._priority, bar)
 
@@ -154,6 +156,17 @@ class _Chain:
         for group, old in reversed(self._moved):
             self._groups[group] = old
         self._priority = self._held
+
+    def _settle(self) -> None:
+        """Critical-path priorities, if these are no worse."""
+        self._made += 1
+        device, step, overflow = self._device(), self._step, self._overflow
+        priority = critical_path_priority(self._core, device)
+        found = self._simulate(device, priority, self._value)
+        if found <= self._value:
+            self._value, self._priority = found, priority
+        else:
+            self._step, self._overflow = step, overflow
 
     def _keep_best(self) -> None:
         self._best_value = self._value

@@ -67,7 +67,9 @@ class Schedule:
     most_evaluations: int
     patience: int
     seconds: float
-    fresh_share: float = 0.5
+    import os as _o
+    fresh_share: float = float(_o.environ.get('FRESH','0.5'))
+    settles: bool = bool(int(_o.environ.get('SETTLE','1')))
 
 
 class Explorer:
