@@ -40,11 +40,16 @@ struct Space {
   bool tracks_memory = false;
 };
 
+// Parts of all moves; see placers/explore.py.
+struct Moves {
+  double swap_share = 0, run_share = 0, pair_share = 0, beside_share = 0, fresh_share = 0;
+};
+
 struct Settings {
-  double heat = 0.005, chain_share = 0.5, fresh_share = 0;
+  Moves moves;
+  double heat = 0, critical_share = 0;
   i64 most_evaluations = 0, patience = 0;
   double seconds = 0;
-  bool settles = true;
   std::uint64_t seed = 0;
 };
 
@@ -81,13 +86,14 @@ class Chain {
         undo();
         continue;
       }
-      const double before = value_;
-      take(found);
+      const bool is_other = found != value_;
+      value_ = found;
+      incremental_.accept();
       if (value_ < best_value_ * (1 - 1e-6)) {
         keep_best();
         stale = 0;
       }
-      if (value_ != before) refocus();
+      if (is_other) refocus();
     }
     best_.evaluations = evaluations_;
     return best_;
@@ -136,8 +142,8 @@ class Chain {
     for (const auto& [group, old] : moved_)
       for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
         moves_.push_back({space_.group_tasks[j], groups_[group]});
-    is_fresh_ = random_.uniform() < settings_.fresh_share;
-    const i64 step = incremental_.try_move(moves_, static_cast<i64>(std::min(bar, 9e18)), is_fresh_);
+    const bool fresh = random_.uniform() < settings_.moves.fresh_share;
+    const i64 step = incremental_.try_move(moves_, static_cast<i64>(std::min(bar, 9e18)), fresh);
     if (step == Incremental::never) return 1e300;
     step_ = step;
     return value();
@@ -146,28 +152,6 @@ class Chain {
   void undo() {
     for (auto it = moved_.rbegin(); it != moved_.rend(); ++it) groups_[it->first] = it->second;
     incremental_.reject();
-  }
-
-  void take(double found) {
-    value_ = found;
-    incremental_.accept();
-    if (!is_fresh_ && settings_.settles) settle();
-  }
-
-  // Critical-path priorities, if these are no worse.
-  void settle() {
-    ++evaluations_;
-    const i64 step = step_, overflow = overflow_;
-    step_ = incremental_.try_move({}, static_cast<i64>(std::min(value_, 9e18)), true);
-    const double found = step_ == Incremental::never ? 1e300 : value();
-    if (found <= value_) {
-      incremental_.accept();
-      value_ = found;
-      return;
-    }
-    incremental_.reject();
-    step_ = step;
-    overflow_ = overflow;
   }
 
   void keep_best() {
@@ -224,35 +208,59 @@ class Chain {
   bool propose() {
     moved_.clear();
     const double kind = random_.uniform();
-    const i32 C = space_.num_classes;
-    if (!chain_.empty() && random_.uniform() < settings_.chain_share) {
-      move_run();
-    } else if (kind < 0.2 && C > 1) {
-      const i32 a = some_class(), b = some_class();
-      const i32 to_a = device_of_class(b), to_b = device_of_class(a);
-      if (a != b) {
-        move_class(a, to_a);
-        move_class(b, to_b);
-      }
-    } else if (kind < 0.3) {
-      const i32 length = 2 + random_.below(std::max(1, C / 4)), first = random_.below(C), to = some_device();
-      for (i32 c = first; c < std::min(C, first + length); ++c) move_class(c, to);
-    } else if (kind < 0.45) {
-      move_some_class();
-      move_some_class();
+    const Moves& moves = settings_.moves;
+    if (!chain_.empty() && random_.uniform() < settings_.critical_share) {
+      move_critical();
+    } else if (kind < moves.swap_share) {
+      swap_classes();
+    } else if (kind < moves.swap_share + moves.run_share) {
+      move_classes_in_a_row();
     } else {
       move_some_class();
+      if (kind < moves.swap_share + moves.run_share + moves.pair_share) move_some_class();
     }
     return !moved_.empty();
   }
 
-  void move_some_class() {
-    const i32 c = some_class(), to = some_device();
-    move_class(c, to);
+  void swap_classes() {
+    const i32 a = some_class(), b = some_class();
+    const i32 to_a = device_of_class(b), to_b = device_of_class(a);
+    if (a == b) return;
+    move_class(a, to_a);
+    move_class(b, to_b);
   }
 
+  void move_classes_in_a_row() {
+    const i32 C = space_.num_classes, length = 2 + random_.below(std::max(1, C / 4));
+    const i32 first = random_.below(C), to = some_device();
+    for (i32 c = first; c < std::min(C, first + length); ++c) move_class(c, to);
+  }
+
+  void move_some_class() {
+    const i32 c = some_class();
+    move_class(c, random_.uniform() < settings_.moves.beside_share ? device_beside(c) : some_device());
+  }
+
+  // Where a task is that gives to, or takes from, a random task of this class.
+  i32 device_beside(i32 c) {
+    const i32 here = device_of_class(c);
+    for (int tries = 0; tries < 4; ++tries) {
+      const i32 group = pick(space_.class_groups, space_.class_ptr[c], space_.class_ptr[c + 1]);
+      const i32 v = pick(space_.group_tasks, space_.group_ptr[group], space_.group_ptr[group + 1]);
+      const i32 inputs = core_.in_ptr[v + 1] - core_.in_ptr[v];
+      const i32 first = core_.cons_ptr[core_.out_ptr[v]], readers = core_.cons_ptr[core_.out_ptr[v + 1]] - first;
+      if (inputs + readers == 0) continue;
+      const i32 k = random_.below(inputs + readers);
+      const i32 other = k < inputs ? core_.in_task[core_.in_ptr[v] + k] : core_.cons[first + k - inputs];
+      const i32 there = groups_[space_.task_group[other]];
+      if (there != here) return there;
+    }
+    return some_device();
+  }
+  i32 pick(const std::vector<i32>& from, i32 first, i32 last) { return from[first + random_.below(last - first)]; }
+
   // A run of the critical path goes to the device of its neighbour there, or to any.
-  void move_run() {
+  void move_critical() {
     const i32 n = static_cast<i32>(chain_.size()), first = random_.below(n);
     i32 length = 1;
     if (random_.uniform() < 0.7)
@@ -289,7 +297,6 @@ class Chain {
   Simulator simulator_;
   Outcome outcome_;
   Found best_;
-  bool is_fresh_ = false;
   double value_ = 0, best_value_ = 0, now_ = 0;
   i64 step_ = 0, overflow_ = 0, evaluations_ = 0, tries_ = 0;
   std::vector<i32> groups_, chain_;

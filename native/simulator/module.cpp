@@ -165,12 +165,11 @@ class Kernel {
     if (priorities.size()) check_priorities(priorities, K);
     Settings common;
     common.heat = nb::cast<double>(settings.attr("heat"));
-    common.chain_share = nb::cast<double>(settings.attr("chain_share"));
-    common.fresh_share = nb::cast<double>(settings.attr("fresh_share"));
+    common.critical_share = nb::cast<double>(settings.attr("critical_share"));
+    common.moves = moves_of(settings.attr("moves"));
     common.most_evaluations = nb::cast<i64>(settings.attr("most_evaluations"));
     common.patience = nb::cast<i64>(settings.attr("patience"));
     common.seconds = nb::cast<double>(settings.attr("seconds"));
-    common.settles = nb::cast<bool>(settings.attr("settles"));
     std::vector<Found> found(K);
     {
       nb::gil_scoped_release release;
@@ -210,6 +209,11 @@ class Kernel {
     const auto queues = copy<u8>(wires, "queues");
     for (std::size_t i = 0; i < transfer.size(); ++i)
       core_.prices.push_back({transfer[i], channel[i], send[i], receive[i], queues[i]});
+  }
+  static Moves moves_of(const nb::object& moves) {
+    auto share = [&](const char* name) { return nb::cast<double>(moves.attr(name)); };
+    return {share("swap_share"), share("run_share"), share("pair_share"), share("beside_share"),
+            share("fresh_share")};
   }
   Space space_of(const nb::object& space) const {
     Space s;

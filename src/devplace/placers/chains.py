@@ -82,6 +82,9 @@ class _Chain:
         bounds = space.class_ptr.tolist()
         members = space.class_groups.tolist()
         self._members = [members[a:b] for a, b in pairwise(bounds)]
+        self._tasks_of: list[list[int]] = [[] for _ in space.group_class]
+        for task, group in enumerate(space.task_group.tolist()):
+            self._tasks_of[group].append(task)
 
     def run(self, groups: I32, priority: I64 | None) -> tuple[I32, I64, int, int, int]:
         """Best groups, priorities, step time, bytes over limits; simulations made."""
@@ -100,13 +103,12 @@ class _Chain:
             if found > bar:
                 self._undo()
                 continue
-            before, self._value = self._value, found
-            if not self._is_fresh and self._schedule.settles:
-                self._settle()
+            is_other = found != self._value
+            self._value = found
             if self._value < self._best_value * (1 - 1e-6):
                 self._keep_best()
                 stale = 0
-            if self._value != before:
+            if is_other:
                 self._refocus()
         return (*self._best, self._made)
 
@@ -147,8 +149,7 @@ class _Chain:
         self._made += 1
         device = self._device()
         self._held = self._priority
-        self._is_fresh = self._random.uniform() < self._schedule.fresh_share
-        if self._is_fresh:
+        if self._random.uniform() < self._schedule.moves.fresh_share:
             self._priority = critical_path_priority(self._core, device)
         return self._simulate(device, self._priority, bar)
 
@@ -156,17 +157,6 @@ class _Chain:
         for group, old in reversed(self._moved):
             self._groups[group] = old
         self._priority = self._held
-
-    def _settle(self) -> None:
-        """Critical-path priorities, if these are no worse."""
-        self._made += 1
-        device, step, overflow = self._device(), self._step, self._overflow
-        priority = critical_path_priority(self._core, device)
-        found = self._simulate(device, priority, self._value)
-        if found <= self._value:
-            self._value, self._priority = found, priority
-        else:
-            self._step, self._overflow = step, overflow
 
     def _keep_best(self) -> None:
         self._best_value = self._value
@@ -208,37 +198,64 @@ class _Chain:
 
     def _move_some_class(self) -> None:
         number = self._some_class()
-        self._move_class(number, self._some_device())
+        is_beside = self._random.uniform() < self._schedule.moves.beside_share
+        self._move_class(number, self._device_beside(number) if is_beside else self._some_device())
 
     def _device_of_class(self, number: int) -> int:
         return int(self._groups[self._members[number][0]])
 
     def _propose(self) -> bool:
         """Change groups; whether anything came of it."""
-        random, count = self._random, len(self._members)
+        random, moves = self._random, self._schedule.moves
         self._moved = []
         kind = random.uniform()
-        if self._chain and random.uniform() < self._schedule.chain_share:
-            self._move_run()
-        elif kind < 0.2 and count > 1:
-            a, b = self._some_class(), self._some_class()
-            to_a, to_b = self._device_of_class(b), self._device_of_class(a)
-            if a != b:
-                self._move_class(a, to_a)
-                self._move_class(b, to_b)
-        elif kind < 0.3:
-            length = 2 + random.below(max(1, count // 4))
-            first = random.below(count)
-            target = self._some_device()
-            for number in range(first, min(count, first + length)):
-                self._move_class(number, target)
+        if self._chain and random.uniform() < self._schedule.critical_share:
+            self._move_critical()
+        elif kind < moves.swap_share:
+            self._swap_classes()
+        elif kind < moves.swap_share + moves.run_share:
+            self._move_classes_in_a_row()
         else:
             self._move_some_class()
-            if kind < 0.45:
+            if kind < moves.swap_share + moves.run_share + moves.pair_share:
                 self._move_some_class()
         return bool(self._moved)
 
-    def _move_run(self) -> None:
+    def _swap_classes(self) -> None:
+        a, b = self._some_class(), self._some_class()
+        to_a, to_b = self._device_of_class(b), self._device_of_class(a)
+        if a != b:
+            self._move_class(a, to_a)
+            self._move_class(b, to_b)
+
+    def _move_classes_in_a_row(self) -> None:
+        random, count = self._random, len(self._members)
+        length = 2 + random.below(max(1, count // 4))
+        first = random.below(count)
+        target = self._some_device()
+        for number in range(first, min(count, first + length)):
+            self._move_class(number, target)
+
+    def _device_beside(self, number: int) -> int:
+        """Where a task is that gives to, or takes from, a random task of this class."""
+        tasks, random = self._core.tasks, self._random
+        here = self._device_of_class(number)
+        for _ in range(4):
+            group = self._pick(self._members[number])
+            v = self._pick(self._tasks_of[group])
+            givers = tasks.carrier_maker[tasks.in_carrier[tasks.in_ptr[v] : tasks.in_ptr[v + 1]]]
+            first, last = tasks.cons_ptr[tasks.out_ptr[v]], tasks.cons_ptr[tasks.out_ptr[v + 1]]
+            others = [*givers.tolist(), *tasks.cons[first:last].tolist()]
+            if others:
+                there = int(self._groups[self._space.task_group[self._pick(others)]])
+                if there != here:
+                    return there
+        return self._some_device()
+
+    def _pick(self, numbers: list[int]) -> int:
+        return numbers[self._random.below(len(numbers))]
+
+    def _move_critical(self) -> None:
         """A run of the critical path goes to the device of its neighbour there, or to any."""
         random, chain, of = self._random, self._chain, self._space.task_group
         count = len(chain)

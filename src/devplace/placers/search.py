@@ -15,7 +15,7 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.even import Topo, even_split, shares
-from devplace.placers.explore import UNLIMITED, Explorer, Schedule
+from devplace.placers.explore import UNLIMITED, Explorer, Moves, Schedule
 from devplace.placers.greedy import Greedy
 from devplace.placers.groups import (
     accelerators,
@@ -54,7 +54,15 @@ class Search:
         coarse: Classes on the coarsest level, at most (if module paths allow).
         fine: Classes on the finest level, at most.
         exact: Problems with at most this many placements are solved by trying them all.
-        heat: First temperature as a part of the step time.
+        heat: First temperature as a part of the step time; 0: only what is no worse is accepted.
+        moves: What the chains try.
+        structural: Whether classes come from the structure of the model; else they are ops that
+            follow one another in the graph.
+        levels: Levels of classes, at most: 1 is the coarsest alone.
+        heuristics: Whether even and greedy splits and list schedulers are tried first; else only
+            single devices.
+        improves_order: Whether the order is improved beyond critical-path priorities.
+        refines: Whether single ops on the critical path are moved at the end.
         start: A placement to start from, such as `plan.as_placement()`; the result is never worse.
     """
 
@@ -64,6 +72,12 @@ class Search:
     fine: int = 1500
     heat: float = 0.005
     exact: int = 4096
+    moves: Moves = Moves()
+    structural: bool = True
+    levels: int = 99
+    heuristics: bool = True
+    improves_order: bool = True
+    refines: bool = True
     start: Placement | None = None
 
     def supports(self, problem: Problem) -> str:
@@ -111,10 +125,11 @@ class Search:
             where: list[int],
             until: float,
             heat: float,
-            chain_share: float,
+            critical: float,
         ) -> list[Best]:
             most = UNLIMITED if limited else 40 * PATIENCE
-            schedule = Schedule(heat, chain_share, most, PATIENCE, 0.0)
+            share = critical * self.moves.critical_share
+            schedule = Schedule(heat, share, most, PATIENCE, 0.0, self.moves)
             found = explorer.run(level, begins, where, until, schedule)
             incumbent.offer(found[0])
             return found
@@ -122,6 +137,7 @@ class Search:
         evaluate.runners_up.heading = "start"
         begins = [starts[0]] * max(1, chains - 1) + starts[1:2]
         heat = max(self.heat, HEAT_OF_CLASSES / levels[0].count)  # the fewer, the dearer each move
+        heat = heat if self.heat else 0.0
         found = run(levels[0], begins, devices, 0.4, heat, 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
@@ -131,13 +147,15 @@ class Search:
         while not evaluate.exhausted:
             before = evaluate.num_evaluations
             spent = evaluate.fraction_spent
-            improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
+            if self.improves_order:
+                improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
             level = levels[int(rng.integers(len(levels)))]
             heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
-            share = float(rng.choice([0.0, 0.3, 0.9]))
+            critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
-            run(level, [incumbent.best], everything, min(1.0, until), heat, share)
-            refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
+            run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
+            if self.refines:
+                refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             if not limited or evaluate.num_evaluations == before:
                 break
 
@@ -168,6 +186,8 @@ class Search:
             keep(self.start, "start")
         for device in problem.usable_devices:
             keep(all_on(problem, device), "single")
+        if not self.heuristics:
+            return sorted(found, key=lambda best: best.key)
         chain, devices = module_chain(problem), accelerators(problem)
         weight = mean_duration_ns(problem)
         for count in range(2, len(devices) + 1):
@@ -195,6 +215,10 @@ class Search:
 
     def _levels(self, problem: Problem) -> list[Classes]:
         """Classes from coarse to fine; levels that add nothing are left out."""
+        if not self.structural:
+            sizes = [self.coarse * 4**k for k in range(self.levels)]
+            sizes = [size for size in sizes if size <= min(self.fine, len(problem.graph.ops))]
+            return [_blocks(problem, size) for size in sizes or [self.coarse]]
         graph, time = problem.graph, mean_duration_ns(problem)
         deepest = max_depth(graph)
         kinds = [(depth, False, 1) for depth in range(1, deepest + 1)]
@@ -210,14 +234,19 @@ class Search:
             if not levels or level.count > 1.2 * levels[-1].count:
                 levels.append(level)
         if not levels:
-            per_group = np.arange(len(graph.ops), dtype=np.int32)
-            blocks = (per_group * self.fine // len(graph.ops)).astype(np.int32)
-            levels.append(make_classes(problem, blocks, time))
+            levels.append(_blocks(problem, self.fine))
         if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
             per_group = np.zeros(len(graph.ops), np.int32)
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
             levels.append(make_classes(problem, per_group, time))
-        return levels
+        return levels[: self.levels]
+
+
+def _blocks(problem: Problem, count: int) -> Classes:
+    """Classes of ops that follow one another in the graph."""
+    total = len(problem.graph.ops)
+    of_op = (np.arange(total, dtype=np.int64) * count // total).astype(np.int32)
+    return make_classes(problem, of_op, mean_duration_ns(problem))
 
 
 def _first_task_of_group(problem: Problem) -> I32:
