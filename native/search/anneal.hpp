@@ -62,10 +62,10 @@ struct Found {
 // One chain; its time counts from when it was made.
 class Chain {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Timer = std::chrono::steady_clock;
 
   Chain(const Space& space, const Settings& settings)
-      : space_(space), core_(*space.core), settings_(settings), begin_(Clock::now()), random_(settings.seed),
+      : space_(space), core_(*space.core), settings_(settings), begin_(Timer::now()), random_(settings.seed),
         incremental_(core_), simulator_(core_) {}
 
   Found run(const i32* groups, const i64* priority) {
@@ -276,7 +276,7 @@ class Chain {
     for (i32 k = first; k < std::min(n, first + length); ++k) move_group(space_.task_group[chain_[k]], to);
   }
 
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  double seconds() const { return std::chrono::duration<double>(Timer::now() - begin_).count(); }
   bool is_late() {
     if (settings_.seconds <= 0) return false;
     if (tries_++ % 8 == 0) now_ = seconds();
@@ -291,7 +291,7 @@ class Chain {
   const Space& space_;
   const Core& core_;
   const Settings settings_;
-  const Clock::time_point begin_;
+  const Timer::time_point begin_;
   Random random_;
   Incremental incremental_;
   Simulator simulator_;

@@ -72,16 +72,15 @@ class RankSet {
 // Tasks by falling priority, then rising index: what ranks mean.
 class Ranks {
  public:
-  const std::vector<i32>& of() const { return rank_; }
   i32 of(i32 task) const { return rank_[task]; }
   i32 task(i32 rank) const { return task_[rank]; }
 
   // Sorts by digits, as many as the largest priority has.
-  void set(const std::vector<i64>& priority) {
+  void set(const std::vector<i64>& priority, std::vector<i32>& spare) {
     const std::size_t N = priority.size();
     task_.resize(N);
     rank_.resize(N);
-    spare_.resize(N);
+    spare.resize(N);
     i64 least = 0, most = 0;
     for (std::size_t v = 0; v < N; ++v) {
       least = v ? std::min(least, priority[v]) : priority[v];
@@ -96,8 +95,8 @@ class Ranks {
       };
       for (std::size_t v = 0; v < N; ++v) ++begin[digit(static_cast<i32>(v)) + 1];
       for (int k = 0; k < (1 << bits); ++k) begin[k + 1] += begin[k];
-      for (const i32 v : task_) spare_[begin[digit(v)]++] = v;
-      task_.swap(spare_);
+      for (const i32 v : task_) spare[begin[digit(v)]++] = v;
+      task_.swap(spare);
     }
     for (std::size_t r = 0; r < N; ++r) rank_[task_[r]] = static_cast<i32>(r);
   }
@@ -108,7 +107,7 @@ class Ranks {
 
  private:
   static constexpr int bits = 11;
-  std::vector<i32> rank_, task_, spare_;
+  std::vector<i32> rank_, task_;
 };
 
 }  // namespace devplace
