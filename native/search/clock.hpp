@@ -37,7 +37,7 @@ class Clock {
   struct State {
     i64 now = 0, makespan = 0;
     i32 started = 0;
-    std::vector<i64> lane_free, channel_free, debt, left;
+    std::vector<i64> channel_free, debt, left;
     std::vector<i32> idle;
     std::vector<Ended> ended;
     Heap<Ending, EndingFirst> running;
@@ -47,6 +47,7 @@ class Clock {
   struct Snapshot {
     State state;
     std::vector<i32> ready;
+    std::vector<std::pair<i32, i64>> busy_lanes;
     std::vector<u8> missing;
     std::vector<std::pair<i32, i32>> missing_more;  // tasks that miss 255 and more
   };
@@ -70,6 +71,7 @@ class Clock {
     for (auto& set : ready_) set.resize(core.num_tasks);
     startable_.resize((core.num_devices + 63) / 64);
     stamp_.assign(core.num_devices, -1);
+    lane_free_.assign(2 * static_cast<std::size_t>(core.num_devices) * core.num_devices, 0);
     load.assign(core.num_devices, 0);
     for (std::size_t v = 0; v < N; ++v) {
       nodes[v].first = core.cons_ptr[core.out_ptr[v]];
@@ -92,6 +94,7 @@ class Clock {
     for (RankSet& set : ready_) set.clear();
     std::fill(startable_.begin(), startable_.end(), 0);
     std::fill(stamp_.begin(), stamp_.end(), -1);
+    std::fill(lane_free_.begin(), lane_free_.end(), 0);
     if (from == nullptr) prepare<keep>();
     else restore(*from);
   }
@@ -100,6 +103,9 @@ class Clock {
     kept.state = state;
     kept.ready.clear();
     for (const RankSet& set : ready_) set.each([&](i32 rank) { kept.ready.push_back(ranks.task(rank)); });
+    kept.busy_lanes.clear();
+    for (std::size_t k = 0; k < lane_free_.size(); ++k)
+      if (lane_free_[k] > state.now) kept.busy_lanes.push_back({static_cast<i32>(k), lane_free_[k]});
     kept.missing.resize(core_.num_tasks);
     kept.missing_more.clear();
     for (i32 v = 0; v < core_.num_tasks; ++v) {
@@ -143,6 +149,7 @@ class Clock {
  private:
   void restore(const Snapshot& kept) {
     state = kept.state;
+    for (const auto& [lane, free] : kept.busy_lanes) lane_free_[lane] = free;
     for (i32 v = 0; v < core_.num_tasks; ++v) missing_[v] = kept.missing[v];
     for (const auto& [v, count] : kept.missing_more) missing_[v] = count;
     for (const i32 v : kept.ready) make_ready<false>(v);
@@ -187,7 +194,6 @@ class Clock {
     for (i32 v = 0; v < core_.num_tasks; ++v) missing_[v] = core_.in_ptr[v + 1] - core_.in_ptr[v];
     s.left = load;
     s.channel_free.assign(core_.num_channels, 0);
-    s.lane_free.assign(2 * static_cast<std::size_t>(D) * D, 0);
     s.debt.assign(D, 0);
     s.idle = core_.streams;
     s.ended.assign(D, {});
@@ -230,7 +236,7 @@ class Clock {
     const Price& price = core_.price(pair, x);
     i64 end = s.now + price.transfer_ns;
     if (price.queues != 2) {  // 2: waits for nothing
-      i64& lane = s.lane_free[2 * static_cast<std::size_t>(pair) + price.queues];
+      i64& lane = lane_free_[2 * static_cast<std::size_t>(pair) + price.queues];
       i64 begin = std::max(s.now, lane);
       if (price.queues)
         for (i32 c = first; c < last; ++c) begin = std::max(begin, s.channel_free[core_.channel[c]]);
@@ -259,6 +265,7 @@ class Clock {
   std::vector<RankSet> ready_;
   std::vector<u64> startable_;  // devices that may have something to start
   std::vector<i32> missing_, sources_, roots_, stamp_;
+  std::vector<i64> lane_free_;
 };
 
 }  // namespace devplace

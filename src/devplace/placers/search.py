@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.graph.coarsen import coarsen, max_depth
+from devplace.graph.coarsen import coarsen, max_depth, side_owner
+from devplace.placers.budget import Budget
 from devplace.placers.classes import Best, Classes, Incumbent, make_classes
 from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
@@ -26,6 +27,7 @@ from devplace.placers.groups import (
 from devplace.placers.heft import Heft
 from devplace.placers.layers import Layers
 from devplace.placers.modules import module_chain
+from devplace.placers.placer import Placer
 from devplace.placers.refine import improve_order, refine_placement
 from devplace.placers.single import all_on
 from devplace.problem import Placement, Problem
@@ -38,6 +40,10 @@ PATIENCE = 20_000
 MOST_CHAINS = 16
 LEAST_PER_CHAIN = 1000
 HEAT_OF_CLASSES = 0.4
+# What HEFT and ETF together take per task and device (a core of a server CPU), s, and the part of
+# the time that they may take.
+LIST_S_PER_PAIR = 25e-6
+LIST_PART = 0.3
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,9 @@ class Search:
                 keep(even_split(problem, chain, devices[:count]), "even")
                 wish = np.array(devices, np.int32)[shares(weight, count)]
                 keep(Placement(op_devices(problem, by_vote(problem, wish, weight))), "topo")
-        for placer in (Layers(), DataParallel(), Greedy(), Topo(), Heft(), Etf()):
+        quick: tuple[Placer, ...] = (Layers(), DataParallel(), Greedy(), Topo())
+        slow = (Heft(), Etf()) if _can_list(problem, evaluate.budget) else ()
+        for placer in (*quick, *slow):
             if not evaluate.exhausted and not placer.supports(problem):
                 keep(placer(problem, evaluate, rng), placer.name)
         return sorted(found, key=lambda best: best.key)
@@ -220,13 +228,14 @@ class Search:
             sizes = [size for size in sizes if size <= min(self.fine, len(problem.graph.ops))]
             return [_blocks(problem, size) for size in sizes or [self.coarse]]
         graph, time = problem.graph, mean_duration_ns(problem)
-        deepest = max_depth(graph)
+        deepest, owner = max_depth(graph), side_owner(graph)
         kinds = [(depth, False, 1) for depth in range(1, deepest + 1)]
         kinds += [(deepest, True, 1), (deepest, True, 2), (deepest, True, 4), (deepest, True, 8)]
         kinds += [(deepest, True, 16), (deepest, True, 32)]
         levels: list[Classes] = []
         for depth, by_micro_batch, calls in kinds:
-            level = make_classes(problem, coarsen(graph, depth, by_micro_batch, calls).of_op, time)
+            of_op = coarsen(graph, depth, by_micro_batch, calls, owner).of_op
+            level = make_classes(problem, of_op, time)
             if level.count > self.fine:
                 break
             if levels and (level.count <= levels[0].count or level.count <= self.coarse):
@@ -240,6 +249,14 @@ class Search:
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
             levels.append(make_classes(problem, per_group, time))
         return levels[: self.levels]
+
+
+def _can_list(problem: Problem, budget: Budget) -> bool:
+    """Whether list schedulers, which are plain Python, leave most of the time to the search."""
+    if budget.seconds is None:
+        return True
+    pairs = problem.core.tasks.num_tasks * len(problem.machine.devices)
+    return pairs * LIST_S_PER_PAIR <= LIST_PART * budget.seconds
 
 
 def _blocks(problem: Problem, count: int) -> Classes:
