@@ -51,7 +51,8 @@ def log_plot(lines: Sequence[Line], x_title: str, y_title: str) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        parts.append(f'<text x="{MARGIN + 8}" y="{MARGIN + 16 * (k + 1)}" fill="{colour}">{line.name}</text>')
+        y = MARGIN + 16 * (k + 1)
+        parts.append(f'<text x="{MARGIN + 8}" y="{y}" fill="{colour}">{line.name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

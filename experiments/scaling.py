@@ -9,8 +9,10 @@ all. Writes docs/results/scaling.json and scaling.svg; the table is made by `tab
 from __future__ import annotations
 
 import argparse
-import ctypes
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,10 @@ from plot import Line, log_plot
 
 from devplace import placers
 from devplace.placers.budget import Budget
+from devplace.placers.classes import Best
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.explore import Explorer, Schedule
 from devplace.placers.search import Search
-from devplace.problem import Problem
 from devplace.testing.layered import layered_problem
 
 SIZES = (1_000, 5_000, 20_000, 60_000, 200_000)
@@ -34,23 +36,29 @@ BUDGETS = (0.02, 0.04, 0.08, 0.16, 0.32)
 WITHIN = 1.02
 
 
-def bytes_per_op_and_thread(problem: Problem) -> float:
-    """What every chain beyond the first adds to the process's largest memory, per op."""
-    explorer_of = lambda chains: Explorer(  # noqa: E731
-        problem, Evaluator(problem, Budget(), threads=chains), np.random.default_rng(0), chains
-    )
-    level = Search()._levels(problem)[-1]
-    start = placers.classes.Best(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
+def bytes_per_op_and_thread(num_ops: int, num_devices: int) -> float:
+    """What every chain beyond the first adds to the largest memory of a process, per op."""
+    # large pieces are mapped one by one, so what was freed before hides nothing
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     peaks = []
     for chains in (1, 5):
-        explorer = explorer_of(chains)
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the largest memory so far
-        before = _memory_bytes("VmHWM")
-        schedule = Schedule(0.005, 0.3, 400, 400, 0.0)
-        explorer.run(level, [start], list(problem.usable_devices), 1.0, schedule)
-        peaks.append(_memory_bytes("VmHWM") - before)
-    return (peaks[1] - peaks[0]) / 4 / len(problem.graph.ops)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            peaks.append(pool.submit(_bytes_of_chains, num_ops, num_devices, chains).result())
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]
+    return (peaks[1] - peaks[0]) / 4 / num_ops
+
+
+def _bytes_of_chains(num_ops: int, num_devices: int, chains: int) -> int:
+    problem = layered_problem(num_ops, num_devices)
+    level = Search()._levels(problem)[-1]
+    start = Best(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
+    evaluate = Evaluator(problem, Budget(), threads=chains)
+    explorer = Explorer(problem, evaluate, np.random.default_rng(0), chains)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the largest memory so far
+    before = _memory_bytes("VmHWM")
+    schedule = Schedule(0.005, 0.3, 400, 400, 0.0)
+    explorer.run(level, [start], list(problem.usable_devices), 1.0, schedule)
+    return _memory_bytes("VmHWM") - before
 
 
 def _memory_bytes(field: str) -> int:
@@ -65,7 +73,7 @@ def rows(num_ops: int, num_devices: int) -> list[dict[str, Any]]:
     begin = time.monotonic()
     problem = layered_problem(num_ops, num_devices)
     made_s = time.monotonic() - begin
-    memory = bytes_per_op_and_thread(problem)
+    memory = bytes_per_op_and_thread(num_ops, num_devices)
     found = []
     for part in BUDGETS:
         budget = Budget(seconds=max(0.1, part * num_ops / 1000))

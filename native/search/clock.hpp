@@ -62,7 +62,7 @@ class Clock {
   explicit Clock(const Core& core) : core_(core), ready_(core.num_devices) {
     const std::size_t N = core.num_tasks;
     record.before.assign(N, -1);
-    record.place.assign(N, 0);
+    if (!core.one_stream) record.place.assign(N, 0);
     record.ready_at.assign(N, 0);
     record.finish.assign(N, 0);
     record.arrival.assign(core.cons.size(), 0);
@@ -169,7 +169,7 @@ class Clock {
     if constexpr (keep) {
       record.finish[v] = end;
       record.before[v] = s.ended[d].task;
-      record.place[v] = s.started;
+      if (!core_.one_stream) record.place[v] = s.started;
       if (end == s.now) has_ended(v, d);
     } else if (s.now + node.tail > cutoff || (end + s.left[d] > cutoff && core_.streams[d] == 1)) {
       s.makespan = never;
@@ -182,7 +182,8 @@ class Clock {
 
   void has_ended(i32 task, i32 d) {
     Ended& last = state.ended[d];
-    if (last.finish < state.now || last.place < record.place[task]) last = {state.now, record.place[task], task};
+    const i32 place = core_.one_stream ? state.started : record.place[task];
+    if (last.finish < state.now || last.place < place) last = {state.now, place, task};
   }
 
   template <bool keep>

@@ -15,7 +15,7 @@ class Incremental {
  public:
   static constexpr i64 never = Clock::never;
 
-  explicit Incremental(const Core& core) : core_(core), tails_(core), clock_(core) {
+  explicit Incremental(const Core& core) : core_(core), clock_(core), tails_(core, clock_.nodes) {
     marked_.assign(core.num_tasks, 0);
   }
 
@@ -35,8 +35,8 @@ class Incremental {
       clock_.load[device_[v]] += clock_.nodes[v].work;
     }
     tails_.set(device_);
-    for (i32 v = 0; v < core_.num_tasks; ++v) clock_.nodes[v].tail = tails_.length()[v];
-    use(tails_.length());
+    use_tails();
+    record(-1);
   }
 
   // Takes other priorities.
@@ -61,19 +61,18 @@ class Incremental {
     is_fresh_ = fresh;
     from_ = fresh ? 0 : affected_from();
     for (std::size_t k = 0; k < moves_.size(); ++k) place(moves_[k].first, moved_to_[k]);
-    tails_.update(moves_, device_, [&](i32 v, i64 length) { clock_.nodes[v].tail = length; });
+    tails_.update(moves_, device_);
     if (fresh) {
       held_priority_.swap(priority_);
       held_ranks_.swap(clock_.ranks);
-      priority_ = tails_.length();
-      set_ranks();
+      use_tails();
     }
     return resume(cutoff);
   }
 
   void reject() {
     for (const auto& [task, old] : moves_) place(task, old);
-    tails_.undo([&](i32 v, i64 length) { clock_.nodes[v].tail = length; });
+    tails_.undo();
     moves_.clear();
     if (!is_fresh_) return;
     priority_.swap(held_priority_);
@@ -123,7 +122,7 @@ class Incremental {
   }
 
  private:
-  static constexpr int most_snapshots = 24;
+  static constexpr int most_snapshots = 16;
 
   i64 work(i32 task, i32 device) const { return core_.is_source[task] ? 0 : core_.duration(task, device); }
 
@@ -142,6 +141,12 @@ class Incremental {
     return j;
   }
 
+  // Critical-path priorities.
+  void use_tails() {
+    priority_.resize(core_.num_tasks);
+    for (i32 v = 0; v < core_.num_tasks; ++v) priority_[v] = clock_.nodes[v].tail;
+    set_ranks();
+  }
   void set_ranks() {
     clock_.ranks.set(priority_, spare_);
     copy_ranks();
@@ -209,8 +214,8 @@ class Incremental {
   }
 
   const Core& core_;
-  Tails tails_;
   Clock clock_;
+  Tails tails_;
   Ranks held_ranks_;
   std::vector<Clock::Snapshot> snapshots_;
   int num_snapshots_ = 0;

@@ -146,13 +146,14 @@ struct Outcome {
 };
 
 // Longest path from a task's start to the end, given those of the tasks after it.
-inline i64 path_length(const Core& core, const i32* device, const i64* length, i32 v) {
+template <class Length>
+i64 path_length(const Core& core, const i32* device, const Length& length, i32 v) {
   const i32 D = core.num_devices, d = device[v];
   const i32 last = core.cons_ptr[core.out_ptr[v + 1]];
   i64 tail = 0;
   for (i32 j = core.cons_ptr[core.out_ptr[v]]; j < last; ++j) {
     const i32 c = core.cons[j], e = device[c];
-    i64 way = length[c];
+    i64 way = length(c);
     if (e != d) way += core.price(d * D + e, core.cons_carrier[j]).transfer_ns + core.latency_ns[d * D + e];
     tail = std::max(tail, way);
   }
@@ -160,7 +161,8 @@ inline i64 path_length(const Core& core, const i32* device, const i64* length, i
 }
 
 inline void critical_path(const Core& core, const i32* device, i64* length) {
-  for (i32 v = core.num_tasks - 1; v >= 0; --v) length[v] = path_length(core, device, length, v);
+  const auto known = [&](i32 v) { return length[v]; };
+  for (i32 v = core.num_tasks - 1; v >= 0; --v) length[v] = path_length(core, device, known, v);
 }
 
 // One simulator with its scratch memory; use one per thread.

@@ -238,7 +238,7 @@ class _Chain:
 
     def _device_beside(self, number: int) -> int:
         """Where a task is that gives to, or takes from, a random task of this class."""
-        tasks, random = self._core.tasks, self._random
+        tasks = self._core.tasks
         here = self._device_of_class(number)
         for _ in range(4):
             group = self._pick(self._members[number])

@@ -71,6 +71,9 @@ class Moves:
     fresh_share: float = 0.2
 
 
+MOVES = Moves()
+
+
 @dataclass(frozen=True)
 class Schedule:
     """How chains anneal.
@@ -89,7 +92,7 @@ class Schedule:
     most_evaluations: int
     patience: int
     seconds: float
-    moves: Moves = Moves()
+    moves: Moves = MOVES
 
 
 class Explorer:

@@ -16,7 +16,7 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.even import Topo, even_split, shares
-from devplace.placers.explore import UNLIMITED, Explorer, Moves, Schedule
+from devplace.placers.explore import MOVES, UNLIMITED, Explorer, Moves, Schedule
 from devplace.placers.greedy import Greedy
 from devplace.placers.groups import (
     accelerators,
@@ -78,7 +78,7 @@ class Search:
     fine: int = 1500
     heat: float = 0.005
     exact: int = 4096
-    moves: Moves = Moves()
+    moves: Moves = MOVES
     structural: bool = True
     levels: int = 99
     heuristics: bool = True

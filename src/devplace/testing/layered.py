@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from devplace.cost import CostTable
 from devplace.graph import Op, OpGraph, StepResult, Tensor
+from devplace.graph.graph import Role, Stage
 from devplace.machine import Device, Link, Machine
 from devplace.problem import Problem
 
-_CELL = ("mix", "product", "gate", "out")
-# Ops of one cell of the grid: forward, their gradients, the weight's gradient and its sum.
-OPS_PER_CELL = 2 * len(_CELL) + 2
+# Of the grid: four forward, their gradients, the weight's gradient and its sum.
+OPS_PER_CELL = 10
 # Of an accelerator with NVLink; the shape of the results does not depend on them.
 _BYTES_PER_S, _LATENCY_NS = 150 * 10**9, 5_000
 
@@ -68,63 +69,58 @@ class _Grid:
     time_ns: list[int] = field(default_factory=list)
 
     def build(self) -> tuple[OpGraph, list[int]]:
+        """The graph, and the time of each op."""
         cells = max(1, self.num_ops // OPS_PER_CELL)
-        layers = max(1, math.isqrt(cells))
-        steps = max(1, cells // layers)
-        weight = [self._add(f"w{k}", (), 10**6, 0, f"layers.{k}", 0, "source") for k in range(layers)]
-        start = self._add("x", (), 10**5, 0, "", 0, "source")
-        sizes = [[int(s) for s in self.rng.integers(10**5, 4 * 10**6, 4)] for _ in range(layers)]
-        times = [[int(t) for t in self.rng.integers(5, 200, 6) * 1000] for _ in range(layers)]
+        self.layers = max(1, math.isqrt(cells))
+        self.steps = max(1, cells // self.layers)
+        rows = range(self.layers)
+        self.weight = [
+            self._add(f"w{k}", (), 10**6, 0, _At(k, 0, "source"), "parameter") for k in rows
+        ]
+        self.sizes = [self.rng.integers(10**5, 4 * 10**6, 4).tolist() for _ in rows]
+        self.times = [(self.rng.integers(5, 200, 6) * 1000).tolist() for _ in rows]
+        out = self._forward()
+        total = self._backward(out)
+        results = []
+        for k in rows:
+            reads = (self.weight[k], total[k])
+            new = self._add(f"u{k}", reads, 10**6, self.times[k][5], _At(k, 0, "update"))
+            results.append(StepResult(f"w{k}", new, "parameter", k))
+        results.append(StepResult("loss", out[self.layers - 1, self.steps - 1], "loss"))
+        graph = OpGraph("layered", tuple(self.ops), tuple(self.tensors), tuple(results))
+        return graph, self.time_ns
+
+    def _forward(self) -> dict[tuple[int, int], int]:
+        start = self._add("x", (), 10**5, 0, _At(0, 0, "source"), "input")
         out: dict[tuple[int, int], int] = {}
-        for t in range(steps):
-            for k in range(layers):
-                reads = (out.get((k - 1, t), start), out.get((k, t - 1), start), weight[k])
-                out[k, t] = self._chain("f", reads, sizes[k], times[k], k, t, "forward")
+        for t in range(self.steps):
+            for k in range(self.layers):
+                reads = (out.get((k - 1, t), start), out.get((k, t - 1), start), self.weight[k])
+                out[k, t] = self._cell("f", reads, _At(k, t, "forward"))
+        return out
+
+    def _backward(self, out: dict[tuple[int, int], int]) -> dict[int, int]:
+        """The sum of each layer's weight gradients."""
         back: dict[tuple[int, int], int] = {}
         total: dict[int, int] = {}
-        for t in reversed(range(steps)):
-            for k in reversed(range(layers)):
-                end = out[k, t]
-                reads = (back.get((k + 1, t), end), back.get((k, t + 1), end), weight[k], end)
-                back[k, t] = self._chain("b", reads, sizes[k], times[k], k, t, "backward")
-                made = self._op(f"g{k}.{t}", (back[k, t], end), 10**6, times[k][4], k, t, "backward")
+        for t in reversed(range(self.steps)):
+            for k in reversed(range(self.layers)):
+                end, at = out[k, t], _At(k, t, "backward")
+                above, later = back.get((k + 1, t), end), back.get((k, t + 1), end)
+                back[k, t] = self._cell("b", (above, later, self.weight[k], end), at)
+                own = self._add(f"g{k}.{t}", (back[k, t], end), 10**6, self.times[k][4], at)
                 if k in total:
-                    made = self._op(f"s{k}.{t}", (total[k], made), 10**6, 5000, k, t, "backward")
-                total[k] = made
-        results = []
-        for k in range(layers):
-            new = self._op(f"u{k}", (weight[k], total[k]), 10**6, times[k][5], k, 0, "update")
-            results.append(StepResult(f"w{k}", new, "parameter", k))
-        results.append(StepResult("loss", out[layers - 1, steps - 1], "loss"))
-        return OpGraph("layered", tuple(self.ops), tuple(self.tensors), tuple(results)), self.time_ns
+                    own = self._add(f"s{k}.{t}", (total[k], own), 10**6, 5000, at)
+                total[k] = own
+        return total
 
-    def _chain(
-        self,
-        name: str,
-        reads: tuple[int, ...],
-        sizes: list[int],
-        times: list[int],
-        layer: int,
-        step: int,
-        stage: str,
-    ) -> int:
-        for part, size, time_ns in zip(_CELL, sizes, times, strict=False):
-            made = self._op(f"{name}.{part}{layer}.{step}", reads, size, time_ns, layer, step, stage)
+    def _cell(self, name: str, reads: tuple[int, ...], at: _At) -> int:
+        """Four ops, one after the other."""
+        for part in range(4):
+            size, time_ns = self.sizes[at.layer][part], self.times[at.layer][part]
+            made = self._add(f"{name}{part}.{at.layer}.{at.step}", reads, size, time_ns, at)
             reads = (made,)
         return made
-
-    def _op(
-        self,
-        name: str,
-        reads: tuple[int, ...],
-        num_bytes: int,
-        time_ns: int,
-        layer: int,
-        step: int,
-        stage: str,
-    ) -> int:
-        unique = tuple(dict.fromkeys(reads))
-        return self._add(name, unique, num_bytes, time_ns, f"layers.{layer}", step, stage)
 
     def _add(
         self,
@@ -132,25 +128,31 @@ class _Grid:
         reads: tuple[int, ...],
         num_bytes: int,
         time_ns: int,
-        module: str,
-        call: int,
-        stage: str,
+        at: _At,
+        role: Role = "",
     ) -> int:
-        is_source = stage == "source"
-        role = ("parameter" if module else "input") if is_source else ""
+        """One op; its output."""
         made = len(self.tensors)
         self.tensors.append(Tensor(name, (num_bytes,), "uint8", num_bytes))
         self.ops.append(
             Op(
                 name,
-                "source" if is_source else name.partition(".")[0],
-                reads,
+                "source" if role else name.partition(".")[0],
+                tuple(dict.fromkeys(reads)),
                 (made,),
-                stage=stage,  # type: ignore[arg-type]
-                role=role,  # type: ignore[arg-type]
-                module=module,
-                call=call,
+                stage=at.stage,
+                role=role,
+                module="" if role == "input" else f"layers.{at.layer}",
+                call=at.step,
             )
         )
         self.time_ns.append(time_ns)
         return made
+
+
+class _At(NamedTuple):
+    """Where in the grid, and in the step, an op is."""
+
+    layer: int
+    step: int
+    stage: Stage
