@@ -17,7 +17,7 @@ from common import capture_workload, provenance, write
 
 from devplace import placers
 from devplace.cost.analytic import Analytic
-from devplace.graph import OpGraph
+from devplace.graph import serialize
 from devplace.machine import load_machine
 from devplace.placers import Search
 from devplace.problem import Problem
@@ -44,8 +44,9 @@ VARIANTS = {
 }
 
 
-def row(graph: OpGraph, machine_name: str, variant: str, budget: str, seed: int) -> dict[str, Any]:
-    """One search."""
+def row(saved: str, machine_name: str, variant: str, budget: str, seed: int) -> dict[str, Any]:
+    """One search of a saved graph."""
+    graph = serialize.from_json(saved)
     machine = load_machine(machine_name)
     problem = Problem(graph, machine, Analytic()(graph, machine))
     result = placers.place(problem, VARIANTS[variant], budget, seed, allow_infeasible=True)
@@ -74,9 +75,9 @@ def main() -> None:
     context = get_context("spawn")  # torch has threads, which forks do not survive
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
         for name in options.workloads.split(","):
-            graph = capture_workload(name)
+            saved = serialize.to_json(capture_workload(name))
             jobs = [
-                pool.submit(row, graph, machine, variant, options.budget, seed)
+                pool.submit(row, saved, machine, variant, options.budget, seed)
                 for machine in options.machines.split(",")
                 for variant in VARIANTS
                 for seed in range(options.seeds)
