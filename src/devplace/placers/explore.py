@@ -57,7 +57,7 @@ class Moves:
         pair_share: Two classes move, each on its own.
         beside_share: Part of the classes moved alone or in pairs that go to the device of a task
             they exchange a tensor with; the others go to any.
-        critical_share: Part of the moves that shift runs of the critical chain, at most; the first
+        critical_share: Part of the moves that shift runs of the critical path, at most; the first
             levels have less.
         fresh_share: Part of the moves that are judged with critical-path priorities of their own,
             which takes a simulation from the start; the others with those of the placement before.
@@ -80,7 +80,7 @@ class Schedule:
 
     Attributes:
         heat: First temperature, as a part of the step time; it falls to exp(-6) of that.
-        critical_share: Part of the moves that shift runs of the critical chain.
+        critical_share: Part of the moves that shift runs of the critical path.
         most_evaluations: Per chain.
         patience: Moves without improvement after which a chain ends.
         seconds: For all chains, s; 0: no limit.
