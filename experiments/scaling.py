@@ -31,7 +31,7 @@ from devplace.testing.layered import layered_problem
 SIZES = (1_000, 5_000, 20_000, 60_000, 200_000)
 QUICK_SIZES = (1_000, 4_000, 16_000)
 DEVICES = (2, 8, 64)
-# Budgets, s per 1,000 ops.
+# Budgets, s per 1,000 ops; small problems get those of 10,000 ops.
 BUDGETS = (0.02, 0.04, 0.08, 0.16, 0.32)
 WITHIN = 1.02
 
@@ -76,7 +76,7 @@ def rows(num_ops: int, num_devices: int) -> list[dict[str, Any]]:
     memory = bytes_per_op_and_thread(num_ops, num_devices)
     found = []
     for part in BUDGETS:
-        budget = Budget(seconds=max(0.1, part * num_ops / 1000))
+        budget = Budget(seconds=part * max(num_ops, 10_000) / 1000)
         begin = time.monotonic()
         result = placers.place(problem, Search(), budget, 0)
         found.append(
