@@ -70,8 +70,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--machines", default=",".join(MACHINES))
+    parser.add_argument("--note", default="", help="a sentence for the table")
     options = parser.parse_args()
-    data: dict[str, Any] = {"provenance": provenance(), "budget": options.budget, "rows": []}
+    data: dict[str, Any] = {"provenance": provenance(), "budget": options.budget}
+    data |= {"note": options.note, "rows": []}
     context = get_context("spawn")  # torch has threads, which forks do not survive
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
         for name in options.workloads.split(","):

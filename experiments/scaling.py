@@ -105,8 +105,9 @@ def main() -> None:
     """Run all sizes; the result is written after every one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 16,000 ops")
+    parser.add_argument("--note", default="", help="a sentence for the table")
     options = parser.parse_args()
-    data: dict[str, Any] = {"provenance": provenance(), "rows": []}
+    data: dict[str, Any] = {"provenance": provenance(), "note": options.note, "rows": []}
     for num_ops in QUICK_SIZES if options.quick else SIZES:
         for num_devices in DEVICES:
             found = rows(num_ops, num_devices)

@@ -24,7 +24,7 @@ def ablation(data: dict[str, Any], made: str) -> str:
         f"budget {data['budget']} for each; geometric mean over seeds, last column over all. "
         "Differences below 1 % are within what seeds make. Analytic costs.",
         "",
-        made,
+        " ".join([made, data.get("note", "")]).strip(),
         "",
         "| variant | " + " | ".join(f"{w}, {m}" for w, m in places) + " | all |",
         "|---" * (len(places) + 2) + "|",
@@ -49,7 +49,7 @@ def scaling(data: dict[str, Any], made: str) -> str:
         "is the shortest budget whose plan is within 2 % of the best of all. Memory is what a "
         "chain on a thread of its own adds.",
         "",
-        made,
+        " ".join([made, data.get("note", "")]).strip(),
         "",
         "![](scaling.svg)",
         "",
