@@ -5,6 +5,7 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
 from devplace.placers.even import Even, Topo
+from devplace.placers.exact import Exact
 from devplace.placers.expert import Expert
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
@@ -44,6 +45,7 @@ ALL: tuple[type[Placer], ...] = (
     MinCutRepaired,
     Random,
     Search,
+    Exact,
 )
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "Etf",
     "Evaluator",
     "Even",
+    "Exact",
     "Expert",
     "Greedy",
     "Heft",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers.budget import Budget
@@ -16,6 +16,8 @@ from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import format_bytes
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Result:
         is_interrupted: Whether the placer was stopped by Ctrl-C; this is the best it had found.
         runners_up: The best other feasible placements it saw that differ in kind, fastest first.
         notes: What the user should know of the search.
+        is_infeasible: Whether it is proved that no placement fits.
     """
 
     placement: Placement = field(repr=False)
@@ -49,6 +52,7 @@ class Result:
     is_interrupted: bool = False
     runners_up: tuple[Placement, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
+    is_infeasible: bool = False
 
     @property
     def step_ns(self) -> int:
@@ -64,6 +68,18 @@ class Result:
     def gap(self) -> float:
         """How far the step is above the lower bound: step / bound - 1."""
         return self.step_ns / self.bound.step_ns - 1 if self.bound.step_ns else 0.0
+
+    @property
+    def status(self) -> Status:
+        """What is known of this answer, under the costs of the problem.
+
+        `optimal`: it fits, and no placement that fits is faster (proved: the step meets the bound).
+        `feasible`: it fits; a faster one may exist. `infeasible`: it does not fit, and proved is
+        that nothing does. `unknown`: it does not fit, and whether anything does is open.
+        """
+        if self.is_feasible:
+            return "optimal" if self.step_ns <= self.bound.step_ns else "feasible"
+        return "infeasible" if self.is_infeasible or self.bound.is_infeasible else "unknown"
 
 
 def place(
@@ -113,8 +129,9 @@ def place(
         raise _no_room(problem, bound)
     found = search(problem, placer, budget, seed, progress)
     placement, timeline = found.placement, found.timeline
+    bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
     if not timeline.is_feasible and not allow_infeasible:
-        raise infeasible(timeline, placer.name)
+        raise infeasible(timeline, placer.name, found.is_infeasible)
     made = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
     made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
     plan = make_plan(timeline, placement.priority, {**made, **(request or {})}, bound.step_ns)
@@ -131,16 +148,29 @@ def place(
         found.is_interrupted,
         found.runners_up,
         found.notes,
+        found.is_infeasible,
     )
 
 
-def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:
-    """The error for a placement that does not fit: which limit, how much is missing, what helps."""
+def infeasible(timeline: Timeline, placer: str, is_proved: bool = False) -> InfeasibleError:
+    """The error for a placement that does not fit: which limit, how much is missing, what helps.
+
+    Args:
+        timeline: The nearest placement found.
+        placer: Name of the placer.
+        is_proved: Whether it proved that no placement fits.
+    """
     missing = timeline.missing_bytes
     worst = max(missing, key=lambda name: missing[name])
     need = _needed_bytes(timeline)[worst]
+    first = (
+        f"Proved by placer {placer}: no placement fits the memory limits. In the nearest one"
+        if is_proved
+        else f"Placer {placer} found no placement within the memory limits (unknown whether there "
+        f"is one):"
+    )
     return InfeasibleError(
-        f"Placer {placer} found no placement within the memory limits: {worst} needs "
+        f"{first} {worst} needs "
         f"{format_bytes(need)}, {format_bytes(missing[worst])} more than its limit of "
         f"{format_bytes(need - missing[worst])}. {_remedy(timeline)}{_surely(timeline)}",
         missing,
@@ -189,15 +219,17 @@ def _nearest_single(problem: Problem) -> Timeline:
 def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
     nearest = _nearest_single(problem)
     lacking = bound.static_bytes - bound.capacity_bytes
-    if lacking <= 0:
-        why = "one op alone needs more memory than any device has"
+    if bound.lack == "op":
+        why = "one op or colocation group alone needs more memory than any device that may run it"
+    elif bound.lack == "bound groups":
+        why = "what may only go to some of the devices needs more memory than these have"
     else:
         why = (
-            f"parameters and optimizer state alone need {format_bytes(bound.static_bytes)}, all "
-            f"usable devices together have {format_bytes(bound.capacity_bytes)}, "
-            f"{format_bytes(lacking)} too little"
+            f"parameters, optimizer state and inputs alone need "
+            f"{format_bytes(bound.static_bytes)}, all usable devices together have "
+            f"{format_bytes(bound.capacity_bytes)}, {format_bytes(lacking)} too little"
         )
     return InfeasibleError(
-        f"No placement can fit: {why}. {_remedy(nearest)}",
+        f"No placement can fit (proved): {why}. {_remedy(nearest)}",
         {"all devices": lacking} if lacking > 0 else nearest.missing_bytes,
     )
