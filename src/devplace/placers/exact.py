@@ -114,13 +114,14 @@ class _Solve:
         solver = cp.CpSolver()
         self._limit(solver, seed)
         status = solver.solve(model.model)
+        if status == cp.MODEL_INVALID:
+            raise AssertionError(model.model.validate())
         if status == cp.INFEASIBLE:
             self._prove(self._step_ns if self._fits else None)
             return self._known
-        if status not in (cp.OPTIMAL, cp.FEASIBLE):
-            self._prove_bound(solver)
-            return self._known
         self._prove_bound(solver)
+        if status not in (cp.OPTIMAL, cp.FEASIBLE):
+            return self._known
         return self._best(solver, model)
 
     def _limit(self, solver: Any, seed: int) -> None:
@@ -170,9 +171,12 @@ class _Solve:
     def _hint(self, model: StepModel) -> None:
         """The known answer. It is no solution, as only better ones are: a place to look at."""
         device, run = self._timeline.task_devices, self._timeline.run
+        hinted: set[int] = set()
         for v in range(len(device)):
-            for d, x in model.choices(v).items():
-                if len(model.choices(v)) > 1:
+            choices = model.choices(v)
+            for d, x in choices.items() if len(choices) > 1 else ():
+                if x.index not in hinted:
+                    hinted.add(x.index)
                     model.model.add_hint(x, bool(device[v] == d))
             if not isinstance(model.begin[v], int):
                 model.model.add_hint(model.begin[v], int(run.start_ns[v]))
