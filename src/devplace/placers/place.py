@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers.budget import Budget
@@ -14,11 +14,8 @@ from devplace.placers.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
-from devplace.simulator.bounds import LowerBound, lower_bound
+from devplace.simulator.bounds import LowerBound, Status, lower_bound
 from devplace.units import format_bytes
-
-Status = Literal["optimal", "feasible", "infeasible", "unknown"]
-
 
 @dataclass(frozen=True)
 class Result:
@@ -37,7 +34,6 @@ class Result:
         is_interrupted: Whether the placer was stopped by Ctrl-C; this is the best it had found.
         runners_up: The best other feasible placements it saw that differ in kind, fastest first.
         notes: What the user should know of the search.
-        is_infeasible: Whether it is proved that no placement fits.
     """
 
     placement: Placement = field(repr=False)
@@ -52,7 +48,6 @@ class Result:
     is_interrupted: bool = False
     runners_up: tuple[Placement, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
-    is_infeasible: bool = False
 
     @property
     def step_ns(self) -> int:
@@ -67,19 +62,12 @@ class Result:
     @property
     def gap(self) -> float:
         """How far the step is above the lower bound: step / bound - 1."""
-        return self.step_ns / self.bound.step_ns - 1 if self.bound.step_ns else 0.0
+        return self.bound.gap(self.step_ns)
 
     @property
     def status(self) -> Status:
-        """What is known of this answer, under the costs of the problem.
-
-        `optimal`: it fits, and no placement that fits is faster (proved: the step meets the bound).
-        `feasible`: it fits; a faster one may exist. `infeasible`: it does not fit, and proved is
-        that nothing does. `unknown`: it does not fit, and whether anything does is open.
-        """
-        if self.is_feasible:
-            return "optimal" if self.step_ns <= self.bound.step_ns else "feasible"
-        return "infeasible" if self.is_infeasible or self.bound.is_infeasible else "unknown"
+        """`optimal`, `feasible`, `infeasible` (proved) or `unknown`: `LowerBound.status`."""
+        return self.bound.status(self.step_ns, self.is_feasible)
 
 
 def place(
@@ -130,8 +118,10 @@ def place(
     found = search(problem, placer, budget, seed, progress)
     placement, timeline = found.placement, found.timeline
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
+    if found.is_infeasible and not bound.lack:
+        bound = replace(bound, lack="exact")
     if not timeline.is_feasible and not allow_infeasible:
-        raise infeasible(timeline, placer.name, found.is_infeasible)
+        raise infeasible(timeline, placer.name, bound)
     made = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
     made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
     plan = make_plan(timeline, placement.priority, {**made, **(request or {})}, bound.step_ns)
@@ -148,26 +138,30 @@ def place(
         found.is_interrupted,
         found.runners_up,
         found.notes,
-        found.is_infeasible,
     )
 
 
-def infeasible(timeline: Timeline, placer: str, is_proved: bool = False) -> InfeasibleError:
-    """The error for a placement that does not fit: which limit, how much is missing, what helps.
+def infeasible(
+    timeline: Timeline, placer: str, bound: LowerBound | None = None
+) -> InfeasibleError:
+    """The error for a placement that does not fit: which limit, how much is missing, what helps,
+    and whether it is proved that nothing fits.
 
     Args:
         timeline: The nearest placement found.
         placer: Name of the placer.
-        is_proved: Whether it proved that no placement fits.
+        bound: Bounds of the problem, with what the placer proved.
     """
+    if bound is not None and bound.lack not in ("", "exact"):
+        return _no_room(timeline.problem, bound)
     missing = timeline.missing_bytes
     worst = max(missing, key=lambda name: missing[name])
     need = _needed_bytes(timeline)[worst]
     first = (
-        f"Proved by placer {placer}: no placement fits the memory limits. In the nearest one"
-        if is_proved
-        else f"Placer {placer} found no placement within the memory limits (unknown whether there "
-        f"is one):"
+        f"No placement can fit (proved by placer {placer}): in the nearest one found"
+        if bound is not None and bound.is_infeasible
+        else f"Placer {placer} found no placement within the memory limits (whether there is one is "
+        f"unknown): in the nearest one"
     )
     return InfeasibleError(
         f"{first} {worst} needs "

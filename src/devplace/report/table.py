@@ -65,7 +65,7 @@ def comparison_table(
     """
     problem = _problem_of(results, problem)
     found = [r for r in results if isinstance(r, Result)]
-    bound = bound or (found[0].bound if found else lower_bound(problem))
+    bound = _best_bound(found) or bound or lower_bound(problem)
     single = single or best_single(problem)
     unit = _unit(max((int(r.timeline.peak_bytes.max()) for r in found), default=0))
     title = f"{problem.graph.name} on {problem.machine.name}"
@@ -73,19 +73,20 @@ def comparison_table(
     table.add_column("planner", overflow="fold")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
+    table.add_column("gap", justify="right", no_wrap=True)
     table.add_column(f"peak memory, {unit}", overflow="fold", min_width=18)
     for name in ("moved", "evals", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     best = min((r.step_ns for r in found if r.is_feasible), default=-1)
     for row in results:
         if isinstance(row, Skipped):
-            table.add_row(Text(row.placer), "-", "-", Text(_skip_text(row)), "-", "-", "-")
+            table.add_row(Text(row.placer), "-", "-", "-", Text(_skip_text(row)), "-", "-", "-")
         else:
             style = "bold" if row.is_feasible and row.step_ns == best else ""
             table.add_row(*_cells(row, single, unit), style=style)
     table.add_section()
     speed_up = _ratio(single.makespan_ns, bound.step_ns)
-    table.add_row("lower bound", format_time(bound.step_ns), speed_up, _bound_text(bound))
+    table.add_row("lower bound", format_time(bound.step_ns), speed_up, "", _bound_text(bound))
     if not single.is_feasible:
         table.caption = Text(
             f"Speed-up is over one device without its memory limit: {_lacks(single)}."
@@ -107,7 +108,7 @@ def comparison_json(
     """
     problem = _problem_of(results, problem)
     found = [r for r in results if isinstance(r, Result)]
-    bound = bound or (found[0].bound if found else lower_bound(problem))
+    bound = _best_bound(found) or bound or lower_bound(problem)
     return {
         "model": problem.graph.name,
         "machine": problem.machine.name,
@@ -180,6 +181,17 @@ def _problem_of(results: Sequence[Result | Skipped], problem: Problem | None) ->
     return problem
 
 
+def _best_bound(found: Sequence[Result]) -> LowerBound | None:
+    """The largest bound that any of the placers knew."""
+    bounds = [result.bound for result in found]
+    return max(bounds, key=lambda b: (b.is_infeasible, b.step_ns)) if bounds else None
+
+
+def gap_text(result: Result) -> str:
+    """How far a plan is above its lower bound, or in a word what else is known of it."""
+    return f"{result.gap:.1%}" if result.status == "feasible" else result.status
+
+
 def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
     timeline = result.timeline
     memory = _peaks(timeline, unit)
@@ -189,6 +201,7 @@ def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
         Text(result.placer),
         Text(format_time(result.step_ns)),
         Text(_ratio(single.makespan_ns, result.step_ns)),
+        Text(gap_text(result)),
         Text(memory),
         Text(format_bytes(timeline.transfer_bytes)),
         Text(f"{result.evaluations:,}"),
@@ -252,6 +265,7 @@ def _bound_text(bound: LowerBound) -> str:
 def _json_row(row: Result | Skipped) -> dict[str, Any]:
     if isinstance(row, Skipped):
         empty: dict[str, Any] = {"placer": row.placer, "step_ns": None, "feasible": False}
+        empty |= {"status": "unknown", "gap": None, "lower_bound_ns": None}
         empty |= {"peak_bytes": {}, "transfer_bytes": None, "evaluations": None, "seconds": None}
         if row.missing_bytes:
             empty["missing_bytes"] = row.missing_bytes
@@ -262,6 +276,9 @@ def _json_row(row: Result | Skipped) -> dict[str, Any]:
         "placer": row.placer,
         "step_ns": row.step_ns,
         "feasible": row.is_feasible,
+        "status": row.status,
+        "gap": row.gap if row.is_feasible else None,
+        "lower_bound_ns": row.bound.step_ns,
         "peak_bytes": dict(zip(names, map(int, timeline.peak_bytes), strict=True)),
         "transfer_bytes": timeline.transfer_bytes,
         "evaluations": row.evaluations,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from devplace.simulator.paths import NEVER, Paths, communication_paths
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+Lack = Literal["", "static", "op", "bound groups", "exact"]
 _HALVINGS = 4
 
 
@@ -33,7 +36,7 @@ class LowerBound:
         capacity_bytes: Memory of all usable devices together.
         lack: Why it is proved that no placement fits: `static` (all devices together are too
             small), `op` (an op or group fits nowhere), `bound groups` (groups that may only go to
-            some devices are too much for these); else empty.
+            some devices are too much for these), `exact` (a placer proved it); else empty.
         proved_ns: What an exact placer proved on top of that.
     """
 
@@ -42,7 +45,7 @@ class LowerBound:
     combined_ns: int
     static_bytes: int
     capacity_bytes: int
-    lack: str = ""
+    lack: Lack = ""
     proved_ns: int = 0
 
     @property
@@ -54,6 +57,21 @@ class LowerBound:
     def is_infeasible(self) -> bool:
         """Whether it is proved that no placement fits."""
         return bool(self.lack)
+
+    def gap(self, step_ns: int) -> float:
+        """How far a step is above the bound: step / bound - 1."""
+        return step_ns / self.step_ns - 1 if self.step_ns else 0.0
+
+    def status(self, step_ns: int, fits: bool) -> Status:
+        """What is known of a plan with this step time, under the costs of the problem.
+
+        `optimal`: it fits, and no plan that fits is faster (proved: the step meets the bound).
+        `feasible`: it fits; a faster one may exist. `infeasible`: it does not fit, and proved is
+        that nothing does. `unknown`: it does not fit, and whether anything does is open.
+        """
+        if fits:
+            return "optimal" if step_ns <= self.step_ns else "feasible"
+        return "infeasible" if self.is_infeasible else "unknown"
 
 
 def lower_bound(problem: Problem) -> LowerBound:
@@ -123,8 +141,9 @@ class _Shares:
         by_task = _finite(np.where(allowed[self._group], self._time / streams, np.inf))
         best = window_bound(self._head, self._tail, by_task, self._streams)
         if not is_lacking:
-            by_group = _finite(np.where(allowed, self._group_time / streams, np.inf))
-            best = max(best, memory_load(by_group, self._needs.static_bytes, self._room))
+            time = np.where(allowed, self._group_time, np.inf)
+            held = self._needs.static_bytes
+            best = max(best, memory_load(time, self._streams, held, self._room))
         return _round_up(best)
 
     def raise_bound(self, best: int, is_lacking: bool) -> int:

@@ -112,39 +112,41 @@ def _best_window(
     return best, (head >= where[0]) & (tail >= where[1])
 
 
-def memory_load(share: F64, static_bytes: I64, room: F64) -> float:
-    """Load of groups where their static bytes have to be spread too.
+def memory_load(time: F64, streams: I64, static_bytes: I64, room: F64) -> float:
+    """Load of devices that memory forces work onto.
 
-    For weights `w` as above and prices `z[d] >= 0` of memory,
-
-        load >= sum over g of min over d (w[d] share[g, d] + z[d] bytes[g]) - sum of z[d] room[d]
-
-    which a fast device that cannot hold everything makes larger than the load alone.
+    For every set `A` of columns: what does not fit there must go to the others, `B`. They run at
+    least the groups that may not go to `A`, and of the others those whose work there is smallest
+    for their bytes, until the rest fits `A` (the last one in part).
 
     Args:
-        share: Time of each group on each device, over its streams; infinite where not allowed.
-            `[G, D]`
+        time: Time of each group on each column; infinite where it may not go. `[G, D]`
+        streams: Streams of each column. `[D]`
         static_bytes: What each group has to hold. `[G]`
         room: Bytes that the devices of each column can hold. `[D]`
+
+    Complexity: O(2^D G log G).
     """
-    size = static_bytes.astype(np.float64)
-    if not len(share) or (size.sum() <= room).all():
+    count, total = time.shape[1], float(static_bytes.sum())
+    if not len(time) or (total <= room).all():
         return 0.0  # no more than the load alone
-    weights = dual_weights(share)
-    best = float((share * weights[None, :]).min(axis=1).sum())
-    scale = max(best, 1.0) / max(float(size.sum()), 1.0)
-    price = np.zeros(len(room))
-    rows = np.arange(len(share))
-    for round_ in range(_ROUNDS):
-        cost = share * weights[None, :] + price[None, :] * size[:, None]
-        choice = cost.argmin(axis=1)
-        value = float(cost[rows, choice].sum() - price @ room)
-        best = max(best, value)
-        held = np.bincount(choice, size, len(room))
-        excess = (held - room) / max(float(size.max()), 1.0)
-        price = np.maximum(0.0, price + scale * excess / (1 + np.abs(excess).max()) / (round_ + 2))
-        load = np.bincount(choice, share[rows, choice], len(room))
-        step = 0.5 / (round_ + 4) * load / max(float(load.max()), 1.0)
-        weights = weights * (1 + step + step * step / 2)
-        weights = weights / weights.sum()
+    best = 0.0
+    for bits in range(1, 2**count - 1):
+        ours = np.array([bool(bits >> d & 1) for d in range(count)])
+        mine, theirs = time[:, ours].min(axis=1), time[:, ~ours].min(axis=1)
+        forced = np.isinf(mine)
+        work = float(theirs[forced].sum())
+        excess = float(static_bytes[~forced].sum() - room[ours].sum())
+        if excess > 0:
+            movable = ~forced & (static_bytes > 0) & np.isfinite(theirs)
+            work += _cheapest(theirs[movable], static_bytes[movable], excess)
+        best = max(best, work / float(streams[~ours].sum()))
     return best
+
+
+def _cheapest(time: F64, size: I64, needed: float) -> float:
+    """Least time of a set of groups, the last one in part, that holds the needed bytes."""
+    order = np.argsort(time / size, kind="stable")
+    before = np.cumsum(size[order]) - size[order]
+    part = np.clip((needed - before) / size[order], 0.0, 1.0)
+    return float(part @ time[order])

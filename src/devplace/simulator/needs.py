@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ class Needs:
     allowed: Bools
 
     @property
-    def lack(self) -> str:
+    def lack(self) -> Literal["", "static", "op", "bound groups"]:
         """Why nothing fits, or empty if that is not proved."""
         if self.total_bytes > self.capacity_bytes:
             return "static"
