@@ -147,9 +147,7 @@ def test_it_starts_from_a_placement_and_the_budget_is_kept() -> None:
         problem, Exact(start=start.placement), Budget(evaluations=20), allow_infeasible=True
     )
     assert again.evaluations <= 20
-    assert sum(again.timeline.missing_bytes.values()) <= sum(
-        start.timeline.missing_bytes.values()
-    )
+    assert sum(again.timeline.missing_bytes.values()) <= sum(start.timeline.missing_bytes.values())
 
 
 def test_larger_graphs_are_solved_by_classes_and_the_largest_refused() -> None:

@@ -190,9 +190,7 @@ class _Solve:
         device = np.zeros(count, np.int32)
         begin = np.zeros(count, np.int64)
         for v in range(count):
-            device[v] = next(
-                d for d, x in model.choices(v).items() if solver.boolean_value(x)
-            )
+            device[v] = next(d for d, x in model.choices(v).items() if solver.boolean_value(x))
             begin[v] = solver.value(model.begin[v])
         rank = np.empty(count, np.int64)
         order = np.lexsort((np.arange(count), begin))

@@ -1,6 +1,7 @@
 """A step as a model for CP-SAT (OR-Tools, `devplace[exact]`).
 
-Minimise `C` over placements `x[g, d]` of groups, begins `s[v]` of ops and `b[c, e]` of transfers, with
+Minimise `C` over placements `x[g, d]` of groups, begins `s[v]` of ops and `b[c, e]` of transfers,
+with
 
 - one device for each group: `sum_d x[g, d] = 1` (`_place`);
 - every op on its device without overlap, as many at once as it has streams, followed by what its
@@ -11,11 +12,12 @@ Minimise `C` over placements `x[g, d]` of groups, begins `s[v]` of ops and `b[c,
 - memory, where limits can bind: what each device and pool holds at any time stays within the limit,
   from the rules of the simulator (`_hold`).
 
-Every schedule that the simulator can make is a solution of the model with the same or a smaller `C`,
-so its bound holds for all placements, orders and priorities. The converse does not quite hold: here
-a receive overhead delays only readers of what was received, sends of sources take nothing of their
-devices, and bytes are rounded down to units where limits are large. So solutions are simulated, and
-count as optimal only where the simulation meets the bound.
+Every schedule that the simulator can make is a solution of the model with the same or a smaller
+`C`, so its bound holds for all placements, orders and priorities. The converse does not quite hold:
+here a receive overhead delays only readers of what was received, sends of sources take nothing of
+their devices, devices with several streams may wait, and bytes are rounded down to units where
+limits are large. So solutions are simulated, and count as optimal only where the simulation meets
+the bound.
 """
 
 from __future__ import annotations
@@ -182,9 +184,7 @@ class StepModel:
             kind = int(wires.link_class[d, e])
             used = self._and(sent, x)
             length = int(wires.transfer_ns[kind, carrier])
-            model.add(
-                arrival >= begin + length + int(wires.latency_ns[d, e])
-            ).only_enforce_if(used)
+            model.add(arrival >= begin + length + int(wires.latency_ns[d, e])).only_enforce_if(used)
             pay = int(wires.receive_ns[kind, carrier]) if wires.streams[e] == 1 else 0
             for r in away:
                 there = self.on(r, e)
@@ -346,7 +346,9 @@ class StepModel:
                 if (carrier, e) in self.sent:
                     sent, _, arrival = self.sent[carrier, e]
                     model.add(end >= arrival).only_enforce_if(
-                        self._and(sent, self.on(maker, d)) if self.on(maker, d) is not None else sent
+                        self._and(sent, self.on(maker, d))
+                        if self.on(maker, d) is not None
+                        else sent
                     )
 
     def _constants(self, d: int) -> list[Any]:

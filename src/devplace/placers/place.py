@@ -15,7 +15,9 @@ from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.bounds import LowerBound, Status, lower_bound
+from devplace.simulator.needs import tightest
 from devplace.units import format_bytes
+
 
 @dataclass(frozen=True)
 class Result:
@@ -141,9 +143,7 @@ def place(
     )
 
 
-def infeasible(
-    timeline: Timeline, placer: str, bound: LowerBound | None = None
-) -> InfeasibleError:
+def infeasible(timeline: Timeline, placer: str, bound: LowerBound | None = None) -> InfeasibleError:
     """The error for a placement that does not fit: which limit, how much is missing, what helps,
     and whether it is proved that nothing fits.
 
@@ -158,10 +158,10 @@ def infeasible(
     worst = max(missing, key=lambda name: missing[name])
     need = _needed_bytes(timeline)[worst]
     first = (
-        f"No placement can fit (proved by placer {placer}): in the nearest one found"
+        f"No placement can fit (proved by placer {placer}): in the nearest one"
         if bound is not None and bound.is_infeasible
-        else f"Placer {placer} found no placement within the memory limits (whether there is one is "
-        f"unknown): in the nearest one"
+        else f"Placer {placer} found no placement within the memory limits (whether there is one "
+        f"is unknown): in the nearest one"
     )
     return InfeasibleError(
         f"{first} {worst} needs "
@@ -214,7 +214,12 @@ def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
     nearest = _nearest_single(problem)
     lacking = bound.static_bytes - bound.capacity_bytes
     if bound.lack == "op":
-        why = "one op or colocation group alone needs more memory than any device that may run it"
+        op, needed, room = tightest(problem)
+        why = (
+            f"op {problem.graph.ops[op].name!r} alone needs {format_bytes(needed)} with what it "
+            f"reads or what must sit with it, a device that may run it can hold "
+            f"{format_bytes(room)} at most"
+        )
     elif bound.lack == "bound groups":
         why = "what may only go to some of the devices needs more memory than these have"
     else:

@@ -83,7 +83,9 @@ def _comparison_rows(results: Sequence[Result | Skipped], single: Timeline) -> l
     rows: list[dict[str, Any]] = []
     for row in results:
         if isinstance(row, Skipped):
-            blank = dict.fromkeys(("step", "speed_up", "gap", "moved", "evaluations", "seconds"), "-")
+            blank = dict.fromkeys(
+                ("step", "speed_up", "gap", "moved", "evaluations", "seconds"), "-"
+            )
             reason = row.reason or missing_text(row.missing_bytes)
             rows.append(
                 {**blank, "placer": row.placer, "best": False, "peaks": "", "reason": reason}

@@ -74,7 +74,7 @@ def comparison_table(
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
-    table.add_column(f"peak memory, {unit}", overflow="fold", min_width=18)
+    table.add_column(f"peak memory, {unit}", overflow="fold", min_width=15)
     for name in ("moved", "evals", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     best = min((r.step_ns for r in found if r.is_feasible), default=-1)
@@ -189,7 +189,9 @@ def _best_bound(found: Sequence[Result]) -> LowerBound | None:
 
 def gap_text(result: Result) -> str:
     """How far a plan is above its lower bound, or in a word what else is known of it."""
-    return f"{result.gap:.1%}" if result.status == "feasible" else result.status
+    if result.status != "feasible":
+        return result.status
+    return f"{result.gap:.1%}" if result.gap < 0.1 else f"{result.gap:.0%}"
 
 
 def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:

@@ -79,6 +79,18 @@ def least_needs(problem: Problem) -> Needs:
     return Needs(static, total, np.maximum(room, 0), _capacity(problem), problem.allowed & fits)
 
 
+def tightest(problem: Problem) -> tuple[int, int, int]:
+    """Of what fits nowhere: an op (by index) that alone, or with what must sit with it, needs more
+    than any device has that it may go to; the bytes; and the most that such a device can hold."""
+    tasks, needs = problem.core.tasks, least_needs(problem)
+    group = int(np.flatnonzero(~needs.allowed.any(axis=1))[0])
+    members = np.flatnonzero(tasks.group == group)
+    alone = _op_bytes(tasks)[members]
+    needed = max(int(alone.max()), int(needs.static_bytes[group]))
+    room = int(needs.room_bytes[problem.allowed[group]].max())
+    return int(tasks.task_op[members[alone.argmax()]]), needed, room
+
+
 def _is_permanent(tasks: Tasks) -> Bools:
     """Storages that are there when the step begins: sources that are replaced, unless nothing
     reads their old value."""

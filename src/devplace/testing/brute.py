@@ -47,7 +47,6 @@ def brute_force(problem: Problem, most: int = 200_000) -> Best:
 
     Complexity: D^G simulations; seconds for 8 groups on 3 devices, hours for 20 groups.
     """
-    tasks = problem.core.tasks
     kernel = make_kernel(problem.core)
     best: tuple[int, I32] | None = None
     count = 0
@@ -105,7 +104,9 @@ def _waiting(
     tried = 0
     for rows in _every_placement(problem, most):
         for row in rows:
-            own = [np.flatnonzero((row == d) & (tasks.is_source == 0)) for d in range(len(wires.pool))]
+            own = [
+                np.flatnonzero((row == d) & (tasks.is_source == 0)) for d in range(len(wires.pool))
+            ]
             tried += math.prod(math.factorial(len(part)) for part in own)
             if tried > most:
                 raise InputError(f"More than {most} orders to try.")
