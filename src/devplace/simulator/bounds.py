@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Lack = Literal["", "static", "op", "bound groups", "exact"]
 # Assumed step times; fewer for large graphs, on which each takes long and gains little.
-_HALVINGS = 3
+_HALVINGS = 2
 _HALVED_TASKS = 50_000
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-_ROUNDS = 70
-_CUTS = 24
+_ROUNDS = 100
+_CUTS = 32
 
 
 def dual_weights(share: F64, rounds: int = _ROUNDS) -> F64:
