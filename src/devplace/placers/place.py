@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from devplace.errors import InfeasibleError, InputError, ProblemError
+from devplace.errors import InfeasibleError, InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
 from devplace.placers.placer import Placer
 from devplace.placers.rounds import search
@@ -17,6 +17,8 @@ from devplace.simulator import Timeline, simulate
 from devplace.simulator.bounds import LowerBound, Status, lower_bound
 from devplace.simulator.needs import tightest
 from devplace.units import format_bytes
+
+OBJECTIVES = ("latency", "throughput")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,16 @@ class Result:
         return self.timeline.makespan_ns
 
     @property
+    def objective(self) -> str:
+        """What was to be small: `latency` (one step) or `throughput` (largest load)."""
+        return "latency"
+
+    @property
+    def value_ns(self) -> int:
+        """What was to be small: the predicted step time."""
+        return self.step_ns
+
+    @property
     def is_feasible(self) -> bool:
         """Whether every memory limit holds."""
         return self.timeline.is_feasible
@@ -78,6 +90,7 @@ def place(
     budget: Budget | str | None = None,
     seed: int = 0,
     *,
+    objective: str = "latency",
     request: dict[str, Any] | None = None,
     allow_infeasible: bool = False,
     bound: LowerBound | None = None,
@@ -91,6 +104,11 @@ def place(
         budget: Budget, or text such as `30s` or `2000ev`; 30 s by default. Spent again, up to
             twice, where gaps between tensors make the found placement too large (`search`).
         seed: Seed of all randomness. The same seed and evaluations give the same plan.
+        objective: `latency`, the time of one step, or `throughput`, the largest load of a device in
+            a full pipeline of steps (see `devplace.load.step_loads`). For `throughput` the result
+            is a `ThroughputResult`, `search` is a solver of its own, whose evaluations are moves,
+            and the placements of other placers are valued after their backward ops have gone to
+            their forward ops.
         request: How the problem came about (model, machine ...), kept in the plan.
         allow_infeasible: Return the best placement even if it breaks a memory limit.
         bound: Lower bounds, if already known.
@@ -101,9 +119,14 @@ def place(
     Raises:
         InfeasibleError: Nothing within the memory limits was found; says what is missing where.
         ProblemError: The placer does not support the problem.
-        InputError: A budget that is not positive.
+        InputError: A budget that is not positive, or an unknown objective.
     """
     budget = Budget.parse(budget)
+    if objective not in OBJECTIVES:
+        raise InputError(
+            f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
+            f"Known: {', '.join(OBJECTIVES)}."
+        )
     if not isinstance(seed, int) or seed < 0:
         raise InputError(f"A seed must be a whole number, 0 or more, got {seed!r}.")
     if isinstance(placer, (str, type)) or not callable(placer):
@@ -117,6 +140,12 @@ def place(
     bound = bound or lower_bound(problem)
     if bound.is_infeasible and not allow_infeasible:
         raise _no_room(problem, bound)
+    if objective == "throughput":
+        from devplace.placers.throughput import place_throughput
+
+        return place_throughput(
+            problem, placer, budget, seed, bound, request, allow_infeasible, progress
+        )
     found = search(problem, placer, budget, seed, progress)
     placement, timeline = found.placement, found.timeline
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
@@ -124,9 +153,8 @@ def place(
         bound = replace(bound, lack="exact")
     if not timeline.is_feasible and not allow_infeasible:
         raise infeasible(timeline, placer.name, bound)
-    made = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
-    made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
-    plan = make_plan(timeline, placement.priority, {**made, **(request or {})}, bound.step_ns)
+    made = made_for(problem, placer, seed, request)
+    plan = make_plan(timeline, placement.priority, made, bound.step_ns)
     return Result(
         placement,
         timeline,
@@ -141,6 +169,15 @@ def place(
         found.runners_up,
         found.notes,
     )
+
+
+def made_for(
+    problem: Problem, placer: Placer, seed: int, request: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The request of a plan: how it was made."""
+    made: dict[str, Any] = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
+    made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
+    return {**made, **(request or {})}
 
 
 def infeasible(timeline: Timeline, placer: str, bound: LowerBound | None = None) -> InfeasibleError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from devplace.placers import Result
+from devplace.placers import Result, ThroughputResult
 from devplace.placers.single import all_on
 from devplace.problem import Problem
+from devplace.report.pipeline import load_rows
 from devplace.simulator import Timeline, simulate
 from devplace.units import format_bytes, format_time
 
@@ -141,6 +142,8 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
         ),
         ("status", _STATUS_TEXT[result.status]),
     ]
+    if isinstance(result, ThroughputResult):
+        lines = load_rows(result, single)
     streams = problem.core.wires.streams
     for d in devices_in_use(timeline):
         whole = max(1, timeline.makespan_ns * int(streams[d]))

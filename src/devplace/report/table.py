@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from devplace.errors import InputError
-from devplace.placers import Result
+from devplace.placers import Result, ThroughputResult
 from devplace.problem import Problem
 from devplace.report.memory import CATEGORIES, memory_rows
+from devplace.report.pipeline import load_json
 from devplace.report.summary import best_single, devices_in_use, missing_text
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
@@ -71,22 +72,29 @@ def comparison_table(
     title = f"{problem.graph.name} on {problem.machine.name}"
     table = _table(title)
     table.add_column("planner", overflow="fold")
+    loads = [r for r in found if isinstance(r, ThroughputResult)]
+    if loads:
+        table.add_column("max load", justify="right", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
     table.add_column(f"peak memory, {unit}", overflow="fold", min_width=15)
-    for name in ("moved", "evals", "seconds"):
+    for name in ("moved", "evals", "seconds") if not loads else ("moved", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
-    best = min((r.step_ns for r in found if r.is_feasible), default=-1)
+    best = min((r.value_ns for r in found if r.is_feasible), default=-1)
     for row in results:
         if isinstance(row, Skipped):
-            table.add_row(Text(row.placer), "-", "-", "-", Text(_skip_text(row)), "-", "-", "-")
+            reason = Text(_skip_text(row))
+            blank = ["-"] * (3 - bool(loads))
+            before = ["-"] * (3 + bool(loads))
+            table.add_row(Text(row.placer), *before, reason, *blank)
         else:
-            style = "bold" if row.is_feasible and row.step_ns == best else ""
+            style = "bold" if row.is_feasible and row.value_ns == best else ""
             table.add_row(*_cells(row, single, unit), style=style)
     table.add_section()
-    speed_up = _ratio(single.makespan_ns, bound.step_ns)
-    table.add_row("lower bound", format_time(bound.step_ns), speed_up, "", _bound_text(bound))
+    least = max((r.load_bound_ns for r in loads), default=bound.step_ns)
+    times = [format_time(least)] * bool(loads) + [format_time(bound.step_ns)]
+    table.add_row("lower bound", *times, _ratio(single.makespan_ns, least), "", _bound_text(bound))
     if not single.is_feasible:
         table.caption = Text(
             f"Speed-up is over one device without its memory limit: {_lacks(single)}."
@@ -201,12 +209,13 @@ def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
         memory += f"\ndoes not fit: {missing_text(timeline.missing_bytes)}"
     return [
         Text(result.placer),
+        *([Text(format_time(result.value_ns))] if result.objective == "throughput" else []),
         Text(format_time(result.step_ns)),
-        Text(_ratio(single.makespan_ns, result.step_ns)),
+        Text(_ratio(single.makespan_ns, result.value_ns)),
         Text(gap_text(result)),
         Text(memory),
         Text(format_bytes(timeline.transfer_bytes)),
-        Text(f"{result.evaluations:,}"),
+        *([] if result.objective == "throughput" else [Text(f"{result.evaluations:,}")]),
         Text(f"{result.seconds:.1f}"),
     ]
 
@@ -285,6 +294,7 @@ def _json_row(row: Result | Skipped) -> dict[str, Any]:
         "transfer_bytes": timeline.transfer_bytes,
         "evaluations": row.evaluations,
         "seconds": row.seconds,
+        **load_json(row),
     }
     if not row.is_feasible:
         out["missing_bytes"] = timeline.missing_bytes
