@@ -6,6 +6,7 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
 from devplace.placers.even import Even, Topo
+from devplace.placers.exact import Exact
 from devplace.placers.expert import Expert
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
@@ -46,6 +47,7 @@ ALL: tuple[type[Placer], ...] = (
     MinCutRepaired,
     Random,
     Search,
+    Exact,
 )
 ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
 """Placers that make sense for the objective `throughput` only; `by_name` knows them too."""
@@ -61,6 +63,7 @@ __all__ = [
     "Etf",
     "Evaluator",
     "Even",
+    "Exact",
     "Expert",
     "Greedy",
     "Heft",
