@@ -17,6 +17,7 @@ USE_TORCH = (
     "graph/capture/",
     "cost/inputs",
     "cost/profiled",
+    "cost/streams",
     "cost/timing",
     "placers/rl/",
     "run/",

@@ -53,9 +53,9 @@ class Job:
     extra: tuple[str, ...] = ()
 
     @property
-    def compiles(self) -> bool:
-        """Whether it takes minutes before it uses a GPU."""
-        return self.kind == "compiled" or "ddp-compiled" in self.extra
+    def turn(self) -> int:
+        """What compiles for minutes on the CPU starts first, what does so on all GPUs last."""
+        return 0 if self.kind == "compiled" else 2 if "ddp-compiled" in self.extra else 1
 
 
 def first_table(base: Settings, workloads: list[str], gpu_counts: list[int]) -> list[Job]:
@@ -152,7 +152,7 @@ def run_job(
 
 
 def make_jobs(options: argparse.Namespace) -> list[Job]:
-    """The jobs asked for; those that compile first."""
+    """The jobs asked for, in their turns."""
     base = Settings(
         "",
         size=options.size,
@@ -172,7 +172,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
         jobs += second_table(base, workloads, max(counts))
     if options.kinds:
         jobs = [job for job in jobs if job.kind in options.kinds.split(",")]
-    return sorted(jobs, key=lambda job: not job.compiles)
+    return sorted(jobs, key=lambda job: job.turn)
 
 
 def parse() -> argparse.Namespace:

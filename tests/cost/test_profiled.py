@@ -151,8 +151,23 @@ def test_cold_inputs_come_in_copies() -> None:
     assert arguments.copies == 4
     few = Arguments(call, "cpu", cold_bytes=3 * 4 * 2**20, most_bytes=12 * 2**20)
     assert few.copies == 2
-    assert torch.equal(arguments.run(0), arguments.run(4))
-    assert not torch.equal(arguments.run(0), arguments.run(1))
+    colds = [arguments.arguments(number)[0][0].data_ptr() for number in range(5)]
+    warms = {arguments.arguments(number)[0][1].data_ptr() for number in range(5)}
+    assert len(set(colds)) == 4
+    assert colds[0] == colds[4]
+    assert len(warms) == 1
+    assert torch.equal(arguments.run(0), arguments.run(1))
+
+
+def test_copies_are_laid_out_alike() -> None:
+    """Strides of a cold input, zeros too, are kept in every copy."""
+    spread = TensorSpec((3, 4), (0, 2), "float32", is_cold=True)
+    call = OpCall(torch.ops.aten.neg.default, (spread,), {}, "neg")
+    arguments = Arguments(call, "cpu", cold_bytes=10**3, most_bytes=2**20)
+    assert arguments.copies > 1
+    first, second = (arguments.arguments(number)[0][0] for number in range(2))
+    assert first.stride() == second.stride() == (0, 2)
+    assert torch.equal(first, second)
 
 
 def test_a_machine_is_measured_only_where_its_processor_is(graph: OpGraph) -> None:

@@ -178,3 +178,18 @@ def test_heaps_of_a_recorded_step_are_predicted_from_its_plan() -> None:
     timeline = simulate_in_order(problem, placement, [[], *record["order"]])
     expected = [sum(record["heap_bytes"][d].values()) // MIB for d in ("0", "1")]
     assert heaps(timeline)[1:] == expected
+
+
+@pytest.mark.parametrize(("workspace", "spare"), [("18M", 0), ("20M", 40)])
+def test_large_workspaces_may_lie_in_several_pieces(workspace: str, spare: int) -> None:
+    """40 MiB more are reserved where an op takes 20 MiB or more beside its outputs, not below."""
+    timeline = on_one(
+        f"""
+        x = input bytes=512
+        a = f(x) bytes=20M workspace_bytes={workspace} ns=1
+        b = f(a) bytes=20M ns=1
+        """
+    )
+    held = 512
+    reserved = int(timeline.run.peak_bytes[0]) + int(timeline.gap_bytes[0])
+    assert reserved == held + (heaps(timeline)[0] + spare) * MIB

@@ -62,6 +62,13 @@ def _problem_options(command: F) -> F:
         ),
         click.option("--optimizer", default="sgd", show_default=True, metavar="sgd|adam|adamw"),
         click.option(
+            "--objective",
+            default="latency",
+            show_default=True,
+            metavar="latency|throughput",
+            help="Time of one step, or largest device load when steps of many batches overlap.",
+        ),
+        click.option(
             "--limit", multiple=True, metavar="DEVICE=SIZE", help="Memory limit, as cuda:0=20GiB."
         ),
         click.option(
@@ -84,7 +91,7 @@ def _outputs(values: dict[str, Any]) -> Outputs:
 def _request(values: dict[str, Any]) -> Request:
     from devplace.cli.session import Request
 
-    names = ("model", "machine", "size", "batch", "micro_batches", "optimizer")
+    names = ("model", "machine", "size", "batch", "micro_batches", "optimizer", "objective")
     demands = {name: values[name] for name in ("limit", "pin", "exclude")}
     return Request.from_options({name: values[name] for name in names}, demands)
 

@@ -90,7 +90,7 @@ class PlanOutcome:
             return "interrupted: this is the best plan found until then."
         if self.result.is_feasible:
             return ""
-        return str(infeasible(self.result.timeline, self.result.placer))
+        return str(infeasible(self.result.timeline, self.result.placer, self.result.bound))
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -98,10 +98,9 @@ class PlanOutcome:
 
         row = comparison_json([self.result])
         return {
-            **{key: row[key] for key in ("model", "machine", "lower_bound_ns")},
+            **{key: row[key] for key in ("model", "machine")},
             **row["rows"][0],
             "seed": self.result.seed,
-            "gap": self.result.gap,
             "single_ns": best_single(self.session.problem).makespan_ns,
             "memory": memory_json(self.result.timeline),
             "notes": [*self.session.problem.notes, *self.result.notes],
@@ -152,9 +151,9 @@ class CompareOutcome:
 
     @property
     def best(self) -> Result | None:
-        """The fastest plan that fits."""
+        """The fastest plan that fits, by the objective."""
         fitting = [result for result in self.results if result.is_feasible]
-        return min(fitting, key=lambda result: result.step_ns, default=None)
+        return min(fitting, key=lambda result: (result.value_ns, result.step_ns), default=None)
 
     @property
     def exit_code(self) -> int:
@@ -172,8 +171,11 @@ class CompareOutcome:
             return ""
         if not self.results:
             return "No placer supports this problem."
-        closest = min(self.results, key=lambda r: sum(r.timeline.missing_bytes.values()))
-        return str(infeasible(closest.timeline, closest.placer))
+        closest = min(
+            self.results,  # a proof comes first
+            key=lambda r: (not r.bound.is_infeasible, sum(r.timeline.missing_bytes.values())),
+        )
+        return str(infeasible(closest.timeline, closest.placer, closest.bound))
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -211,6 +213,11 @@ def plan(
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
     placer, limits = placers.by_name(placer_name), Budget.parse(budget)
     outputs.check(request)
+    if confirms and request.objective != "latency":
+        raise InputError(
+            "--confirm measures one step at a time and cannot confirm a plan for a full pipeline. "
+            "Leave it out, or plan with --objective latency."
+        )
     if confirms:
         refuse_running(request.model)
         request = _runnable(request)
@@ -258,7 +265,7 @@ def compare(
     request: Request, names: str, budget: str, seed: int, outputs: Outputs
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
-    chosen = _choose(names)
+    chosen = _choose(names, request.objective)
     limits = Budget.parse(budget)
     outputs.check(request)
     session = open_session(request)
@@ -294,6 +301,7 @@ def _place(
         placer,
         budget,
         seed,
+        objective=session.request.objective,
         request=session.request.as_json(),
         allow_infeasible=True,
         bound=bound,
@@ -301,9 +309,10 @@ def _place(
     )
 
 
-def _choose(names: str) -> list[Placer]:
+def _choose(names: str, objective: str) -> list[Placer]:
     if names.strip() == "all":
-        return [placer() for placer in placers.ALL]
+        more = placers.ONLY_THROUGHPUT if objective == "throughput" else ()
+        return [placer() for placer in (*placers.ALL, *more)]
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not wanted:
         raise InputError("--placers must name at least one placer, or be 'all'.")

@@ -181,6 +181,7 @@ class ExplainOutcome:
 
     explanation: Any
     device_map: dict[str, str]
+    loads: tuple[str, ...] = ()
     exit_code: int = 0
     complaint: str = ""
 
@@ -194,7 +195,7 @@ class ExplainOutcome:
         from rich.console import Console
 
         Console().print(self.explanation.table())
-        for line in self.explanation.lines():
+        for line in (*self.loads, *self.explanation.lines()):
             click.echo(line)
 
 
@@ -204,4 +205,5 @@ def explain(path: Path, machine: str | None) -> ExplainOutcome:
 
     plan = load_plan(path)
     timeline = plan.timeline(reopen(plan, machine).problem)
-    return ExplainOutcome(report.explain(timeline), report.device_map(timeline))
+    loads = report.plan_load_lines(plan, timeline.problem)
+    return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))

@@ -14,6 +14,7 @@ import msgspec
 
 from devplace.cli.imported import is_imported, read_graph, refuse_running
 from devplace.errors import InputError, PlanError, PlanMismatchError
+from devplace.placers.place import OBJECTIVES
 from devplace.plan import Plan
 from devplace.problem import Problem
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
-_KEYS = ("model", "machine", "size", "batch", "micro_batches", "optimizer", "device")
+_KEYS = ("model", "machine", "size", "batch", "micro_batches", "optimizer", "device", "objective")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Request:
         optimizer: One of `OPTIMIZERS`.
         limits, pins, exclude: See `Problem`.
         device: torch device type to capture for; empty: `cuda` if the machine's GPUs are here.
+        objective: One of `placers.OBJECTIVES`.
     """
 
     model: str
@@ -52,8 +54,13 @@ class Request:
     pins: dict[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     device: str = ""
+    objective: str = "latency"
 
     def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise InputError(
+                f"Unknown objective {self.objective!r}. Known: {', '.join(OBJECTIVES)}."
+            )
         if self.optimizer not in OPTIMIZERS:
             raise InputError(
                 f"Unknown optimizer {self.optimizer!r}. Known: {', '.join(OPTIMIZERS)}."
@@ -111,6 +118,7 @@ class _Made(msgspec.Struct):
     pins: dict[str, str]
     exclude: tuple[str, ...]
     device: str = "cpu"
+    objective: str = "latency"
 
 
 def refuse_overwriting(output: Path, inputs: Iterable[Path]) -> None:

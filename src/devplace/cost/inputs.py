@@ -9,7 +9,7 @@ import torch
 
 from devplace.cost.signature import DEVICE, INTEGERS, OpCall, TensorSpec
 
-MOST_COPIES = 24
+MOST_COPIES = 256
 
 
 def num_bytes(spec: TensorSpec) -> int:
@@ -65,24 +65,36 @@ class Arguments:
 
     def run(self, number: int) -> Any:
         """Call the op with one of the copies."""
-        args, kwargs = self._sets[number % self.copies]
+        args, kwargs = self.arguments(number)
         if self._seeds and not torch.cuda.is_current_stream_capturing():
             args = tuple(self._seeds.get(place, arg) for place, arg in enumerate(args))
         return self._call.target(*args, **kwargs)
+
+    def arguments(self, number: int) -> tuple[Any, Any]:
+        """Those of one call: positional and named."""
+        chosen: tuple[Any, Any] = self._sets[number % self.copies]
+        return chosen
 
     def _fill(self, shared: dict[int, Any]) -> tuple[Any, Any]:
         count = iter(range(1_000_000))
 
         def make(spec: TensorSpec) -> Any:
             place = next(count)
-            if place in shared and not spec.is_cold:
-                return shared[place]
-            shared[place] = make_tensor(spec, self._device, self._generator)
+            if place not in shared:
+                shared[place] = make_tensor(spec, self._device, self._generator)
+            elif spec.is_cold:
+                return _copy(shared[place])
             return shared[place]
 
         return _map(self._call.args, make, self._device), _map(
             self._call.kwargs, make, self._device
         )
+
+
+def _copy(tensor: Any) -> Any:
+    """The same values in memory of their own, laid out alike."""
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    return flat.clone().as_strided(tensor.shape, tensor.stride())
 
 
 def host_seeds(call: OpCall) -> dict[int, Any]:

@@ -25,6 +25,10 @@ from devplace.machine.detect import cpu_model
 I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
 WARM_UP_S = 0.1
+# Every op in a step on a GPU takes so much longer than in a chain of its like, whatever it does:
+# launch records, code and addresses come out of memory. Figures: docs/concepts/costs.md.
+KERNEL_GAP_NS = 850
+TIMING = 2  # how ops are timed; times taken otherwise are not mixed with these
 
 
 def default_cache() -> Path:
@@ -76,7 +80,8 @@ class Profiled:
                 continue
             place, measure = timer
             if place not in done:
-                priced = _Column(self, place, measure, notes)
+                gap_ns = KERNEL_GAP_NS if device.kind == "gpu" else 0
+                priced = _Column(self, place, measure, notes, gap_ns)
                 done[place] = priced.price(graph, calls, table.compute_ns[:, column])
             compute_ns[:, column] = done[place][0]
             if device.kind == "gpu":
@@ -113,9 +118,8 @@ def _cuda_timer(device: Device) -> tuple[str, Timer] | None:
         return None
     from devplace.cost.timing import time_on_cuda
 
-    stream = torch.cuda.Stream(int(index))
-    _warm_up(torch, int(index))
-    return cuda_place(device.model), lambda call: time_on_cuda(call, device.name, stream)
+    _warm_up(torch, device.name)
+    return cuda_place(device.model), lambda call: time_on_cuda(call, device.name)
 
 
 def cuda_place(model: str) -> str:
@@ -132,7 +136,8 @@ def cuda_place(model: str) -> str:
         cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
-    versions = f"torch {torch.__version__}|cuda {torch.version.cuda}|cudnn {cudnn.version()}"
+    versions = f"timing {TIMING}|torch {torch.__version__}"
+    versions += f"|cuda {torch.version.cuda}|cudnn {cudnn.version()}"
     return f"{model}|driver {_driver()}|{versions}|{flags}"
 
 
@@ -149,15 +154,19 @@ def _driver() -> str:
     return str(torch._C._cuda_getDriverVersion())
 
 
-def _warm_up(torch: Any, index: int) -> None:
+def _warm_up(torch: Any, name: str) -> None:
     """Bring the clocks up."""
-    with torch.cuda.device(index):
-        matrix = torch.zeros(2048, 2048, device=f"cuda:{index}")
+    from devplace.cost import streams
+
+    stream = streams.take(name)
+    with torch.cuda.device(name), torch.cuda.stream(stream):
+        matrix = torch.zeros(2048, 2048, device=name)
         until = time.monotonic() + WARM_UP_S
         while time.monotonic() < until:
             for _ in range(20):
                 matrix @ matrix
-            torch.cuda.synchronize(index)
+            stream.synchronize()
+    streams.give_back(stream)
 
 
 def _workspaces(graph: OpGraph) -> I64:
@@ -172,6 +181,7 @@ class _Column:
     place: str
     timer: Timer
     notes: list[str]
+    gap_ns: int = 0
 
     def price(self, graph: OpGraph, calls: Mapping[int, OpCall], base_ns: I64) -> tuple[I64, I64]:
         """Times and workspaces of all ops, `[V]` each."""
@@ -184,6 +194,7 @@ class _Column:
             else:
                 missing.append(index)
         _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
+        compute_ns[np.array(list(calls), np.intp)] += self.gap_ns
         return compute_ns, workspace
 
     def _known(

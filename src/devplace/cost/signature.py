@@ -13,7 +13,7 @@ from devplace.graph import OpGraph
 # An input touched longer ago than this many bytes of other traffic comes from memory, not from a
 # cache (an H100 has 50 MB of L2, an H200 60). Smaller inputs cost no more either way.
 FRESH_BYTES = 32 * 2**20
-LEAST_COLD_BYTES = 2**20
+LEAST_COLD_BYTES = 2**19
 
 
 class TensorSpec(NamedTuple):

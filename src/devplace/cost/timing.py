@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from devplace.cost import streams
 from devplace.cost.inputs import Arguments
 from devplace.cost.signature import OpCall
 
 MOST_BYTES = 4 * 2**30
-# Repetitions of an op in one CUDA graph: enough that launching the graph does not show.
-CHAIN_NS = 250_000
-MOST_CHAIN, LEAST_CHAIN = 60, 4
-REPLAYS = 3
+# Repetitions of an op in one CUDA graph: enough that launching the graph does not show (a few us).
+CHAIN_NS = 1_000_000
+MOST_CHAIN, LEAST_CHAIN = 160, 8
+REPLAYS = 5
+MOST_CACHED_BYTES = 2 * 2**30
 CPU_NS = 3_000_000
 
 
@@ -32,7 +34,7 @@ class Timing(NamedTuple):
     workspace_bytes: int = 0
 
 
-def time_on_cuda(call: OpCall, device: Any, stream: Any) -> Timing:
+def time_on_cuda(call: OpCall, device: Any) -> Timing:
     """Time an op inside a CUDA graph that repeats it.
 
     Ops that no graph can hold are timed by events around single calls.
@@ -41,6 +43,17 @@ def time_on_cuda(call: OpCall, device: Any, stream: Any) -> Timing:
         RuntimeError: The op cannot run on this device with such arguments.
     """
     device = torch.device(device)
+    stream = streams.take(str(device))
+    try:
+        return _timed(call, device, stream)
+    finally:
+        streams.give_back(stream)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if cached > MOST_CACHED_BYTES:  # every graph had a pool of its own
+            torch.cuda.empty_cache()
+
+
+def _timed(call: OpCall, device: Any, stream: Any) -> Timing:
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     budget = min(MOST_BYTES, free_bytes(device) // 4)
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
@@ -49,6 +62,7 @@ def time_on_cuda(call: OpCall, device: Any, stream: Any) -> Timing:
         alone_ns, workspace, made = _alone(arguments, stream, device)
         most = budget // max(1, made + workspace)
         chain = max(LEAST_CHAIN, min(MOST_CHAIN, most, CHAIN_NS // max(1, alone_ns)))
+        chain = max(chain, min(arguments.copies, most))  # each copy is read once a replay
         keeps = made >= 2**20 and chain <= most
         try:
             return Timing(_chained(arguments, stream, chain, keeps), workspace)

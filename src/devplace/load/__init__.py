@@ -10,6 +10,15 @@ from devplace.load.replicated import (
 )
 from devplace.load.solve import LoadSolution, solve, solve_contiguous
 from devplace.load.solve_latency import solve_latency
+from devplace.load.step_loads import step_loads
+from devplace.load.step_solve import (
+    Effort,
+    StepLoadSolution,
+    contiguous_step,
+    load_bound,
+    place_step,
+    together,
+)
 from devplace.load.tensor_stages import (
     TensorStage,
     TensorStageProblem,
@@ -21,24 +30,31 @@ from devplace.load.tensor_stages import (
 
 __all__ = [
     "BlockProblem",
+    "Effort",
     "LoadProblem",
     "LoadSolution",
     "ReplicatedProblem",
     "StageSolution",
+    "StepLoadSolution",
     "TensorStage",
     "TensorStageProblem",
     "TensorStageSolution",
     "Variant",
     "block_latency",
     "broken_rule",
+    "contiguous_step",
     "evaluate_stage",
     "evaluate_stages",
     "held_bytes",
+    "load_bound",
     "loads",
     "pieces",
+    "place_step",
     "solve",
     "solve_contiguous",
     "solve_latency",
     "solve_replicated",
     "solve_tensor_stages",
+    "step_loads",
+    "together",
 ]

@@ -57,11 +57,23 @@ class Shares:
         self._put(i, b, 1)
         self.device[i] = b
 
+    @property
+    def num_items(self) -> int:
+        """Items."""
+        return len(self.device)
+
+    def can(self, i: int, d: int) -> bool:
+        """Whether item `i` may go to device `d`."""
+        return d >= self.items.num_accelerators or bool(self.items.can_accelerate[i])
+
+    def over(self) -> list[tuple[int, int]]:
+        """Bytes above the limit and the limit, of each device that has one."""
+        limit = self.items.memory_bytes
+        return [(max(0, h - limit), limit) for h in self.held[: self.items.num_accelerators]]
+
     def mark(self) -> tuple[int, int]:
         """Bytes above the limits, then the largest load: smaller is better."""
-        limit = self.items.memory_bytes
-        over = sum(max(0, held - limit) for held in self.held[: self.items.num_accelerators])
-        return over, max(self.load)
+        return sum(over for over, _ in self.over()), max(self.load)
 
 
 def search(
@@ -86,17 +98,17 @@ def search(
         start = best if turn % 2 else starts[turn // 2 % len(starts)]
         left = max_evaluations - spent
         steps = min(left, 40 * items.num_items * max(2, items.num_devices))
-        device, reached = _anneal(items, start, steps, deadline, rng)
+        device, reached = anneal(Shares(items, start), steps, deadline, rng)
         spent, turn = spent + steps, turn + 1
         if reached < mark:
             best, mark = device, reached
     return best, mark[0], mark[1], spent
 
 
-def _anneal(
-    items: Items, start: I32, steps: int, deadline: float, rng: random.Random
+def anneal(
+    shares: Shares, steps: int, deadline: float, rng: random.Random
 ) -> tuple[I32, tuple[int, int]]:
-    shares = Shares(items, start)
+    """Anneal a placement of items; the best one seen and its mark."""
     best, mark = list(shares.device), shares.mark()
     scale, power = max(1, mark[1]), rng.choice((8, 32, 128))
     now = _score(shares, scale, power)
@@ -119,22 +131,18 @@ def _anneal(
 
 
 def _score(shares: Shares, scale: int, power: int) -> float:
-    k, limit = shares.items.num_accelerators, max(1, shares.items.memory_bytes)
     loads = sum(min(load / scale, 2.0) ** power for load in shares.load)
-    return loads + sum(20 * power * max(0, held - limit) / limit for held in shares.held[:k])
+    return loads + sum(20 * power * over / max(1, limit) for over, limit in shares.over())
 
 
 def _change(shares: Shares, rng: random.Random) -> list[tuple[int, int]]:
     """A random move or swap, made; the devices to go back to, or nothing where not allowed."""
-    items = shares.items
-    i, j = rng.randrange(items.num_items), rng.randrange(items.num_items)
+    count = shares.num_items
+    i, j = rng.randrange(count), rng.randrange(count)
     a = shares.device[i]
-    b = shares.device[j] if rng.random() < 0.5 else rng.randrange(items.num_devices)
+    b = shares.device[j] if rng.random() < 0.5 else rng.randrange(len(shares.load))
     swap = rng.random() < 0.3 and shares.device[j] == b
-    k = items.num_accelerators
-    if a == b or (b < k and not items.can_accelerate[i]):
-        return []
-    if swap and a < k and not items.can_accelerate[j]:
+    if a == b or not shares.can(i, b) or (swap and not shares.can(j, a)):
         return []
     shares.move(i, b)
     if not swap:

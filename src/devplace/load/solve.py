@@ -37,6 +37,7 @@ class LoadSolution:
         seconds: Time taken.
         seed: Seed of the search.
         how: What gave the placement, or why there is none.
+        evaluations: Moves that the search tried.
     """
 
     device: I32 | None
@@ -46,6 +47,7 @@ class LoadSolution:
     seconds: float
     seed: int
     how: str
+    evaluations: int = 0
 
     @property
     def gap(self) -> float | None:
@@ -145,6 +147,7 @@ class _Run:
         self.value, self.bound, self.how = NEVER, 0, "no placement within memory was found"
         self.broken: list[I32] = []  # placements above a memory limit, for the search to repair
         self.proved_infeasible = False
+        self.evaluations = 0
 
     def run(self, hint: I32 | None) -> LoadSolution:
         items = self.items
@@ -215,11 +218,11 @@ class _Run:
         seconds = share * self._left(timed)
         most = 2**62 if self.max_evaluations is None else self.max_evaluations
         if self.native is None:
-            device, over, _, _ = reference.search(
+            device, over, _, tried = reference.search(
                 self.items, starts, seconds, most, self.seed, self.bound
             )
         else:
-            device, over, _, _ = self.native.search(
+            device, over, _, tried = self.native.search(
                 self.items,
                 np.concatenate(starts).astype(np.int32) if starts else np.zeros(0, np.int32),
                 seconds,
@@ -228,6 +231,7 @@ class _Run:
                 self.threads,
                 self.bound,
             )
+        self.evaluations += int(tried)
         if over == 0:
             self._offer(device, "search")
 
@@ -256,13 +260,15 @@ class _Run:
             self._offer(answer.device, "CP-SAT")
 
     def _answer(self) -> LoadSolution:
+        device = None if self.device is None else self.items.spread(self.device)
+        value = None if device is None else self.value
+        status = "infeasible" if self.proved_infeasible else "unknown"
+        if device is not None:
+            status = "optimal" if self.value <= self.bound else "feasible"
         took = time.monotonic() - self.started
-        if self.device is None:
-            status = "infeasible" if self.proved_infeasible else "unknown"
-            return LoadSolution(None, None, self.bound, status, took, self.seed, self.how)
-        status = "optimal" if self.value <= self.bound else "feasible"
-        spread = self.items.spread(self.device)
-        return LoadSolution(spread, self.value, self.bound, status, took, self.seed, self.how)
+        return LoadSolution(
+            device, value, self.bound, status, took, self.seed, self.how, self.evaluations
+        )
 
 
 def has_exact() -> bool:

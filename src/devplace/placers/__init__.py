@@ -1,10 +1,12 @@
 """Who decides where ops go. A new placer is one file and one line in `ALL`."""
 
 from devplace.placers.budget import Budget
+from devplace.placers.contiguous import Contiguous
 from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
 from devplace.placers.even import Even, Topo
+from devplace.placers.exact import Exact
 from devplace.placers.expert import Expert
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
@@ -15,12 +17,13 @@ from devplace.placers.m_topo import MTopo
 from devplace.placers.mayer import Mayer
 from devplace.placers.mincut import MinCut, MinCutRepaired
 from devplace.placers.pipedream import PipeDream
-from devplace.placers.place import Result, place
+from devplace.placers.place import OBJECTIVES, Result, place
 from devplace.placers.placer import Placer
 from devplace.placers.random import Random
 from devplace.placers.scotch import Scotch, ScotchRepaired
 from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
+from devplace.placers.throughput import ThroughputResult
 
 ALL: tuple[type[Placer], ...] = (
     Single,
@@ -44,16 +47,23 @@ ALL: tuple[type[Placer], ...] = (
     MinCutRepaired,
     Random,
     Search,
+    Exact,
 )
+ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
+"""Placers that make sense for the objective `throughput` only; `by_name` knows them too."""
 
 __all__ = [
     "ALL",
+    "OBJECTIVES",
+    "ONLY_THROUGHPUT",
     "Budget",
+    "Contiguous",
     "Cpu",
     "DataParallel",
     "Etf",
     "Evaluator",
     "Even",
+    "Exact",
     "Expert",
     "Greedy",
     "Heft",
@@ -73,6 +83,7 @@ __all__ = [
     "ScotchRepaired",
     "Search",
     "Single",
+    "ThroughputResult",
     "Topo",
     "by_name",
     "place",
@@ -87,7 +98,7 @@ def by_name(name: str) -> Placer:
     """
     from devplace.errors import InputError, did_you_mean
 
-    known = {placer().name: placer for placer in ALL}
+    known = {placer().name: placer for placer in (*ALL, *ONLY_THROUGHPUT)}
     if name not in known:
         raise InputError(
             f"Unknown placer {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."

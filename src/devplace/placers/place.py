@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from devplace.errors import InfeasibleError, InputError, ProblemError
+from devplace.errors import InfeasibleError, InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
 from devplace.placers.placer import Placer
 from devplace.placers.rounds import search
@@ -14,8 +14,11 @@ from devplace.placers.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
-from devplace.simulator.bounds import LowerBound, lower_bound
+from devplace.simulator.bounds import LowerBound, Status, lower_bound
+from devplace.simulator.needs import tightest
 from devplace.units import format_bytes
+
+OBJECTIVES = ("latency", "throughput")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,16 @@ class Result:
         return self.timeline.makespan_ns
 
     @property
+    def objective(self) -> str:
+        """What was to be small: `latency` (one step) or `throughput` (largest load)."""
+        return "latency"
+
+    @property
+    def value_ns(self) -> int:
+        """What was to be small: the predicted step time."""
+        return self.step_ns
+
+    @property
     def is_feasible(self) -> bool:
         """Whether every memory limit holds."""
         return self.timeline.is_feasible
@@ -63,7 +76,12 @@ class Result:
     @property
     def gap(self) -> float:
         """How far the step is above the lower bound: step / bound - 1."""
-        return self.step_ns / self.bound.step_ns - 1 if self.bound.step_ns else 0.0
+        return self.bound.gap(self.step_ns)
+
+    @property
+    def status(self) -> Status:
+        """`optimal`, `feasible`, `infeasible` (proved) or `unknown`: `LowerBound.status`."""
+        return self.bound.status(self.step_ns, self.is_feasible)
 
 
 def place(
@@ -72,6 +90,7 @@ def place(
     budget: Budget | str | None = None,
     seed: int = 0,
     *,
+    objective: str = "latency",
     request: dict[str, Any] | None = None,
     allow_infeasible: bool = False,
     bound: LowerBound | None = None,
@@ -85,6 +104,11 @@ def place(
         budget: Budget, or text such as `30s` or `2000ev`; 30 s by default. Spent again, up to
             twice, where gaps between tensors make the found placement too large (`search`).
         seed: Seed of all randomness. The same seed and evaluations give the same plan.
+        objective: `latency`, the time of one step, or `throughput`, the largest load of a device in
+            a full pipeline of steps (see `devplace.load.step_loads`). For `throughput` the result
+            is a `ThroughputResult`, `search` is a solver of its own, whose evaluations are moves,
+            and the placements of other placers are valued after their backward ops have gone to
+            their forward ops.
         request: How the problem came about (model, machine ...), kept in the plan.
         allow_infeasible: Return the best placement even if it breaks a memory limit.
         bound: Lower bounds, if already known.
@@ -95,9 +119,14 @@ def place(
     Raises:
         InfeasibleError: Nothing within the memory limits was found; says what is missing where.
         ProblemError: The placer does not support the problem.
-        InputError: A budget that is not positive.
+        InputError: A budget that is not positive, or an unknown objective.
     """
     budget = Budget.parse(budget)
+    if objective not in OBJECTIVES:
+        raise InputError(
+            f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
+            f"Known: {', '.join(OBJECTIVES)}."
+        )
     if not isinstance(seed, int) or seed < 0:
         raise InputError(f"A seed must be a whole number, 0 or more, got {seed!r}.")
     if isinstance(placer, (str, type)) or not callable(placer):
@@ -111,13 +140,21 @@ def place(
     bound = bound or lower_bound(problem)
     if bound.is_infeasible and not allow_infeasible:
         raise _no_room(problem, bound)
+    if objective == "throughput":
+        from devplace.placers.throughput import place_throughput
+
+        return place_throughput(
+            problem, placer, budget, seed, bound, request, allow_infeasible, progress
+        )
     found = search(problem, placer, budget, seed, progress)
     placement, timeline = found.placement, found.timeline
+    bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
+    if found.is_infeasible and not bound.lack:
+        bound = replace(bound, lack="exact")
     if not timeline.is_feasible and not allow_infeasible:
-        raise infeasible(timeline, placer.name)
-    made = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
-    made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
-    plan = make_plan(timeline, placement.priority, {**made, **(request or {})}, bound.step_ns)
+        raise infeasible(timeline, placer.name, bound)
+    made = made_for(problem, placer, seed, request)
+    plan = make_plan(timeline, placement.priority, made, bound.step_ns)
     return Result(
         placement,
         timeline,
@@ -134,13 +171,37 @@ def place(
     )
 
 
-def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:
-    """The error for a placement that does not fit: which limit, how much is missing, what helps."""
+def made_for(
+    problem: Problem, placer: Placer, seed: int, request: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The request of a plan: how it was made."""
+    made: dict[str, Any] = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
+    made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
+    return {**made, **(request or {})}
+
+
+def infeasible(timeline: Timeline, placer: str, bound: LowerBound | None = None) -> InfeasibleError:
+    """The error for a placement that does not fit: which limit, how much is missing, what helps,
+    and whether it is proved that nothing fits.
+
+    Args:
+        timeline: The nearest placement found.
+        placer: Name of the placer.
+        bound: Bounds of the problem, with what the placer proved.
+    """
+    if bound is not None and bound.lack not in ("", "exact"):
+        return _no_room(timeline.problem, bound)
     missing = timeline.missing_bytes
     worst = max(missing, key=lambda name: missing[name])
     need = _needed_bytes(timeline)[worst]
+    first = (
+        f"No placement can fit (proved by placer {placer}): in the nearest one"
+        if bound is not None and bound.is_infeasible
+        else f"Placer {placer} found no placement within the memory limits (whether there is one "
+        f"is unknown): in the nearest one"
+    )
     return InfeasibleError(
-        f"Placer {placer} found no placement within the memory limits: {worst} needs "
+        f"{first} {worst} needs "
         f"{format_bytes(need)}, {format_bytes(missing[worst])} more than its limit of "
         f"{format_bytes(need - missing[worst])}. {_remedy(timeline)}{_surely(timeline)}",
         missing,
@@ -189,15 +250,22 @@ def _nearest_single(problem: Problem) -> Timeline:
 def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
     nearest = _nearest_single(problem)
     lacking = bound.static_bytes - bound.capacity_bytes
-    if lacking <= 0:
-        why = "one op alone needs more memory than any device has"
+    if bound.lack == "op":
+        op, needed, room = tightest(problem)
+        why = (
+            f"op {problem.graph.ops[op].name!r} alone needs {format_bytes(needed)} with what it "
+            f"reads or what must sit with it, a device that may run it can hold "
+            f"{format_bytes(room)} at most"
+        )
+    elif bound.lack == "bound groups":
+        why = "what may only go to some of the devices needs more memory than these have"
     else:
         why = (
-            f"parameters and optimizer state alone need {format_bytes(bound.static_bytes)}, all "
-            f"usable devices together have {format_bytes(bound.capacity_bytes)}, "
-            f"{format_bytes(lacking)} too little"
+            f"parameters, optimizer state and inputs alone need "
+            f"{format_bytes(bound.static_bytes)}, all usable devices together have "
+            f"{format_bytes(bound.capacity_bytes)}, {format_bytes(lacking)} too little"
         )
     return InfeasibleError(
-        f"No placement can fit: {why}. {_remedy(nearest)}",
+        f"No placement can fit (proved): {why}. {_remedy(nearest)}",
         {"all devices": lacking} if lacking > 0 else nearest.missing_bytes,
     )

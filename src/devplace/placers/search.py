@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,7 @@ from devplace.placers.single import all_on
 from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 # Moves of a native chain without improvement after which it ends.
@@ -44,6 +46,8 @@ HEAT_OF_CLASSES = 0.4
 # the time that they may take.
 LIST_S_PER_PAIR = 25e-6
 LIST_PART = 0.3
+# Placements (times orders) times tasks up to which all are tried: about a second.
+MOST_TRIED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Search:
         width: Chains of annealing; under a budget of time as many as there are threads, up to 16.
         coarse: Classes on the coarsest level, at most (if module paths allow).
         fine: Classes on the finest level, at most.
-        exact: Problems with at most this many placements are solved by trying them all.
+        exact: Problems with at most this many placements are solved by trying them all; tiny ones
+            (`MOST_TRIED`) with more.
         heat: First temperature as a part of the step time; 0: only what is no worse is accepted.
         moves: What the chains try.
         structural: Whether classes come from the structure of the model; else they are ops that
@@ -99,7 +104,7 @@ class Search:
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
-        self._exhaust(incumbent)
+        self._exhaust(incumbent, rng)
         fast = accelerators(problem)
         everything = list(problem.usable_devices)
         devices = fast if starts[0].overflow_bytes == 0 else everything
@@ -208,17 +213,26 @@ class Search:
                 keep(placer(problem, evaluate, rng), placer.name)
         return sorted(found, key=lambda best: best.key)
 
-    def _exhaust(self, incumbent: Incumbent) -> None:
-        """Try every placement of a small problem; the order is left to what follows."""
+    def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> None:
+        """Try every placement of a small problem, and of a tiny one with many orders."""
+        evaluate, tasks = incumbent.evaluate, incumbent.problem.core.tasks
         choices = [np.flatnonzero(row).tolist() for row in incumbent.problem.allowed]
         count = math.prod(len(options) for options in choices)
-        left = incumbent.evaluate.budget.evaluations or count
-        if count > min(self.exact, left):
+        left = evaluate.budget.evaluations or count
+        tiny = MOST_TRIED // max(1, tasks.num_tasks)
+        if count > min(max(self.exact, tiny), left):
             return
-        every = itertools.product(*choices)
-        while rows := list(itertools.islice(every, 64)):
-            incumbent.try_all(np.array(rows, np.int32))
-            if incumbent.evaluate.exhausted:
+        every = np.array(list(itertools.product(*choices)), np.int32)
+        for first in range(0, count, 64):
+            incumbent.try_all(every[first : first + 64])
+            if evaluate.exhausted:
+                return
+        orders = min(tiny // count, (left - evaluate.num_evaluations) // (2 * count))
+        for order in _orders(np.flatnonzero(tasks.is_source == 0), orders, rng):
+            priority = np.zeros(tasks.num_tasks, np.int64)
+            priority[order] = np.arange(len(order), 0, -1)
+            incumbent.try_all(every, priority)
+            if evaluate.exhausted:
                 return
 
     def _levels(self, problem: Problem) -> list[Classes]:
@@ -264,6 +278,17 @@ def _blocks(problem: Problem, count: int) -> Classes:
     total = len(problem.graph.ops)
     of_op = (np.arange(total, dtype=np.int64) * count // total).astype(np.int32)
     return make_classes(problem, of_op, mean_duration_ns(problem))
+
+
+def _orders(work: I64, most: int, rng: np.random.Generator) -> Iterator[I64]:
+    """All orders of tasks, or this many random ones."""
+    if len(work) < 2 or most < 1:
+        return
+    if len(work) <= 7 and math.factorial(len(work)) <= most:
+        yield from (np.array(row) for row in itertools.permutations(work))
+        return
+    for _ in range(most):
+        yield rng.permutation(work)
 
 
 def _first_task_of_group(problem: Problem) -> I32:

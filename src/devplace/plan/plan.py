@@ -24,7 +24,7 @@ FORMAT = "devplace plan"
 FORMAT_VERSION = 1
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
     """Numbers predicted when the plan was made. For people; always recomputed, never trusted.
 
     Attributes:
@@ -33,6 +33,8 @@ class Prediction(msgspec.Struct, frozen=True):
         transfer_bytes: Bytes that cross links.
         num_transfers: Tensors that cross links.
         lower_bound_ns: No plan can be faster, by the same costs.
+        max_load_ns: Largest load of a device in a full pipeline of steps; 0 where the plan was not
+            made for one.
     """
 
     step_ns: int
@@ -40,6 +42,7 @@ class Prediction(msgspec.Struct, frozen=True):
     transfer_bytes: int
     num_transfers: int
     lower_bound_ns: int = 0
+    max_load_ns: int = 0
 
 
 class Fingerprints(msgspec.Struct, frozen=True):
@@ -153,7 +156,11 @@ class Plan:
 
 
 def make_plan(
-    timeline: Timeline, priority: Any, request: dict[str, Any], bound_ns: int = 0
+    timeline: Timeline,
+    priority: Any,
+    request: dict[str, Any],
+    bound_ns: int = 0,
+    max_load_ns: int = 0,
 ) -> Plan:
     """Plan from a simulated placement.
 
@@ -162,6 +169,7 @@ def make_plan(
         priority: Priorities it was simulated with, int64 `[V]`.
         request: How it was made.
         bound_ns: Lower bound of the problem, if known.
+        max_load_ns: Largest load, of a plan made for a full pipeline.
     """
     problem = timeline.problem
     names = problem.machine.device_names
@@ -177,6 +185,7 @@ def make_plan(
             timeline.transfer_bytes,
             len(timeline.transfers),
             bound_ns,
+            max_load_ns,
         ),
         fingerprints=Fingerprints(
             graph_fingerprint(problem.graph),

@@ -8,6 +8,7 @@ from devplace.report.html import html_report, save_html_report
 from devplace.report.measured import measured_summary, not_observed
 from devplace.report.measured_memory import measured_memory_rows, measured_memory_table
 from devplace.report.memory import MemoryRow, memory_rows
+from devplace.report.pipeline import load_json, load_rows, plan_load_lines
 from devplace.report.summary import best_single, plan_summary
 from devplace.report.table import (
     Skipped,
@@ -31,6 +32,8 @@ __all__ = [
     "device_map",
     "explain",
     "html_report",
+    "load_json",
+    "load_rows",
     "measured_memory_rows",
     "measured_memory_table",
     "measured_summary",
@@ -38,6 +41,7 @@ __all__ = [
     "memory_rows",
     "memory_table",
     "not_observed",
+    "plan_load_lines",
     "plan_summary",
     "save_chrome_trace",
     "save_html_report",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from devplace.placers import Result
+from devplace.placers import Result, ThroughputResult
 from devplace.placers.single import all_on
 from devplace.problem import Problem
+from devplace.report.pipeline import load_rows
 from devplace.simulator import Timeline, simulate
 from devplace.units import format_bytes, format_time
 
@@ -30,6 +31,14 @@ def missing_text(missing_bytes: dict[str, int]) -> str:
         'cuda:0 lacks 3 MB'
     """
     return ", ".join(f"{name} lacks {format_bytes(n)}" for name, n in missing_bytes.items())
+
+
+_STATUS_TEXT = {
+    "optimal": "optimal: proved, no plan that fits is faster under these costs",
+    "feasible": "feasible: it fits; a faster plan may exist",
+    "infeasible": "infeasible: proved, no plan fits",
+    "unknown": "unknown: it does not fit; whether any plan does is open",
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,10 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
             "lower bound",
             f"{format_time(result.bound.step_ns)}; the step is {_gap_text(result.gap)}",
         ),
+        ("status", _STATUS_TEXT[result.status]),
     ]
+    if isinstance(result, ThroughputResult):
+        lines = load_rows(result, single)
     streams = problem.core.wires.streams
     for d in devices_in_use(timeline):
         whole = max(1, timeline.makespan_ns * int(streams[d]))
@@ -156,6 +168,10 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
 
 
 def _gap_text(gap: float) -> str:
+    if gap < 0:
+        return f"{-gap:.1%} below it, which only plans that do not fit can be"
+    if not gap:
+        return "as long"
     return f"{gap:.1%} above it" if gap < 1 else f"{1 + gap:.1f}x as long"
 
 

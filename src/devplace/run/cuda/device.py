@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
+from devplace.cost import streams
 from devplace.run.copies import shrunk_strides
 from devplace.run.cuda.pieces import Pieces
 
 FLAG_STRIDE = 32  # int32 words: flags lie 128 bytes apart, in cache lines of their own
-
-
-# Libraries keep a work buffer per stream for good, so streams are used again.
-_idle_streams: dict[str, list[Any]] = {}
 
 
 class CudaDevice:
@@ -24,7 +21,6 @@ class CudaDevice:
     Args:
         index: Its index in the schedule.
         name: Its torch device.
-        is_new_stream: Whether its stream must be one that nobody has used.
         source_bytes: Source op that it will hold -> bytes of its value.
 
     Attributes:
@@ -38,14 +34,11 @@ class CudaDevice:
         self,
         index: int,
         name: str,
-        is_new_stream: bool = False,
         source_bytes: Mapping[int, int] | None = None,
     ) -> None:
         self.index = index
         self.torch_device = torch.device(name)
-        idle = _idle_streams.setdefault(str(self.torch_device), [])
-        reuses = idle and not is_new_stream
-        self.main = idle.pop() if reuses else torch.cuda.Stream(self.torch_device)
+        self.main = streams.take(name)
         self.buffers: dict[int, Any] = {}
         self._pieces = Pieces(source_bytes or {})
         self._memory: Any = None
@@ -101,7 +94,7 @@ class CudaDevice:
 
     def give_up_stream(self) -> None:
         """Leave the stream to others; nothing may be started here any more."""
-        _idle_streams[str(self.torch_device)].append(self.main)
+        streams.give_back(self.main)
 
 
 class Flags:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from devplace.cost.streams import make_work_buffers
 from devplace.errors import (
     DeviceLostError,
     DeviceMemoryError,
@@ -34,7 +35,7 @@ from devplace.run.cuda.failures import (
 from devplace.run.cuda.flagged import Mailroom
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
-from devplace.run.cuda.memory import DeviceMemory, device_memory, make_work_buffers
+from devplace.run.cuda.memory import DeviceMemory, device_memory
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
@@ -355,7 +356,7 @@ class CudaExecutor:
     def _rehearse(self, eager: EagerRunner, number: int) -> tuple[EagerRunner, dict[int, int]]:
         """Try a step; where it finds too little memory, once more without keeping large values."""
         for device in self._devices.values():
-            make_work_buffers(device)
+            make_work_buffers(device.main)
         torch.cuda.empty_cache()
         gpus = list(self._devices.values())
         with expandable_segments(str(gpus[0].torch_device) if gpus else ""):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
+from devplace.cost.streams import work_buffer_bytes
 from devplace.run.cuda.arena import Arena
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.expandable import fixed_segments
@@ -154,37 +154,6 @@ def device_memory(
         pool_bytes=pool_bytes,
         outside_bytes=max(0, int(total - free) - reserved),
     )
-
-
-@cache
-def work_buffer_bytes(name: str) -> int:
-    """What libraries keep of a device once matrices are multiplied on a stream, bytes.
-
-    For `CostTable.held_bytes`. The stream serves the next step.
-
-    Args:
-        name: Name of the torch device, such as `cuda:0`.
-    """
-    device = CudaDevice(0, name, is_new_stream=True)
-    before = int(torch.cuda.memory_allocated(device.torch_device))
-    with suppress(torch.OutOfMemoryError):  # then planning is no use, which the plan will tell
-        make_work_buffers(device)
-    after = int(torch.cuda.memory_allocated(device.torch_device))
-    device.give_up_stream()
-    return after - before
-
-
-def make_work_buffers(device: CudaDevice) -> None:
-    """Let libraries make the buffers that they keep for a stream, in memory of their own."""
-    where = device.torch_device
-    with device.current():
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.zeros(512, 512, dtype=dtype, device=where)
-            bias = torch.zeros(512, dtype=dtype, device=where)
-            torch.mm(x, x)
-            torch.addmm(bias, x, x)
-        del x, bias
-        device.synchronize()
 
 
 def held_bytes(name: str) -> int:

@@ -1,0 +1,165 @@
+"""Placements for a full pipeline: the smallest largest load instead of the shortest step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from devplace.load import (
+    Effort,
+    StepLoadSolution,
+    load_bound,
+    place_step,
+    step_loads,
+    together,
+)
+from devplace.placers import rounds
+from devplace.placers.budget import Budget
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.even import Even
+from devplace.placers.greedy import Greedy
+from devplace.placers.layers import Layers
+from devplace.placers.mincut import MinCut
+from devplace.placers.pipedream import PipeDream
+from devplace.placers.place import Result, infeasible, made_for
+from devplace.placers.placer import Placer
+from devplace.placers.search import Search
+from devplace.placers.single import Single
+from devplace.plan import make_plan
+from devplace.problem import Placement, Problem
+from devplace.simulator import simulate
+from devplace.simulator.bounds import LowerBound
+
+_STARTS: tuple[Placer, ...] = (Single(), PipeDream(), Even(), Layers(), Greedy(), MinCut())
+
+
+@dataclass(frozen=True)
+class ThroughputResult(Result):
+    """What was found for a full pipeline. `step_ns` is one step alone, as devplace runs it.
+
+    Attributes:
+        loads_ns: Load of each device: what it does in each period of the full pipeline.
+        load_bound_ns: No placement has a smaller largest load.
+        how: What gave the placement.
+    """
+
+    loads_ns: tuple[int, ...] = ()
+    load_bound_ns: int = 0
+    how: str = field(default="", repr=False)
+
+    @property
+    def objective(self) -> str:
+        """`throughput`."""
+        return "throughput"
+
+    @property
+    def value_ns(self) -> int:
+        """The largest load: time per step when steps of many batches overlap."""
+        return max(self.loads_ns)
+
+    @property
+    def gap(self) -> float:
+        """How far the largest load is above its lower bound: load / bound - 1."""
+        return self.value_ns / self.load_bound_ns - 1 if self.load_bound_ns else 0.0
+
+    @property
+    def status(self) -> Literal["optimal", "feasible", "infeasible", "unknown"]:
+        """`optimal` where the largest load equals its bound, `feasible` where memory holds, else
+        `infeasible` if that is proved, or `unknown`."""
+        if not self.is_feasible:
+            return "infeasible" if self.bound.is_infeasible else "unknown"
+        return "optimal" if self.value_ns <= self.load_bound_ns else "feasible"
+
+
+def place_throughput(
+    problem: Problem,
+    placer: Placer,
+    budget: Budget,
+    seed: int,
+    bound: LowerBound,
+    request: dict[str, Any] | None,
+    allow_infeasible: bool,
+    progress: Callable[[float], None] | None,
+) -> ThroughputResult:
+    """`place` with `objective="throughput"`: see there.
+
+    `search` is the solver of `devplace.load`. Any other placer works as ever; then backward ops go
+    to their forward ops, as the objective has it.
+    """
+    if isinstance(placer, Search):
+        found = _solved(problem, placer, budget, seed, progress)
+    else:
+        found = _by_placer(problem, placer, budget, seed, progress)
+    placement = rounds.with_priority(problem, Placement(problem.expand(found.device)))
+    timeline = simulate(problem, placement)
+    if not timeline.is_feasible and not allow_infeasible:
+        raise infeasible(timeline, placer.name, bound)
+    made = made_for(problem, placer, seed, request) | {"objective": "throughput"}
+    loads = tuple(int(x) for x in found.loads_ns)
+    plan = make_plan(timeline, placement.priority, made, bound.step_ns, max_load_ns=max(loads))
+    return ThroughputResult(
+        placement,
+        timeline,
+        plan,
+        placer.name,
+        seed,
+        found.evaluations,
+        found.seconds,
+        ((found.evaluations, found.seconds, timeline.makespan_ns),),
+        bound,
+        found.is_interrupted,
+        loads_ns=loads,
+        load_bound_ns=found.bound_ns,
+        how=found.how,
+    )
+
+
+def _solved(
+    problem: Problem,
+    placer: Search,
+    budget: Budget,
+    seed: int,
+    progress: Callable[[float], None] | None,
+) -> StepLoadSolution:
+    """From the quick placers' placements, and from the one the search was told to start from."""
+    began = time.monotonic()
+    hints = []
+    for start in _STARTS:
+        evaluate = Evaluator(problem, Budget(evaluations=len(problem.usable_devices) + 1))
+        if not start.supports(problem):
+            rng = np.random.default_rng(seed)
+            hints.append(problem.task_devices(start(problem, evaluate, rng)))
+    if placer.start is not None:
+        hints.append(problem.task_devices(placer.start))
+    seconds = budget.seconds
+    if seconds is not None:
+        seconds = max(0.05, seconds - (time.monotonic() - began))
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    effort = Effort(seconds, budget.evaluations, seed, threads)
+    return place_step(problem, effort, hints, progress)
+
+
+def _by_placer(
+    problem: Problem,
+    placer: Placer,
+    budget: Budget,
+    seed: int,
+    progress: Callable[[float], None] | None,
+) -> StepLoadSolution:
+    found = rounds.search(problem, placer, budget, seed, progress)
+    device = together(problem, problem.task_devices(found.placement))
+    return StepLoadSolution(
+        device,
+        step_loads(problem, device),
+        0,
+        load_bound(problem),
+        placer.name,
+        found.evaluations,
+        found.seconds,
+        found.is_interrupted,
+    )

@@ -1,0 +1,100 @@
+"""Placing for a full pipeline of steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from devplace.errors import InfeasibleError, InputError
+from devplace.placers import (
+    Contiguous,
+    Heft,
+    PipeDream,
+    Search,
+    Single,
+    ThroughputResult,
+    place,
+)
+from devplace.plan import load_plan
+from devplace.problem import Problem
+from devplace.testing import hand_machine, hand_problem, tiny_problems
+from devplace.verify import verify_plan, verify_throughput_plan
+
+STEP = """
+x = input bytes=10
+w = parameter bytes=40
+v = parameter bytes=40
+a = f(x, w) bytes=20 ns=50 module=one
+b = f(a, v) bytes=10 ns=60 module=two
+loss = f(b) bytes=1 ns=10 result=loss
+gb = g(loss, b, v) bytes=20 ns=70 module=two stage=backward
+dv = g(b, a) bytes=40 ns=30 module=two stage=backward
+ga = g(gb, a) bytes=40 ns=60 module=one stage=backward
+w2 = u(w, ga) bytes=40 ns=5 stage=update replaces=w
+v2 = u(v, dv) bytes=40 ns=5 stage=update replaces=v
+"""
+
+
+def problem(**memory: int) -> Problem:
+    """A training step of two layers on two equal GPUs."""
+    room = {"gpu:0": 10_000, "gpu:1": 10_000, **memory}
+    return hand_problem(STEP, hand_machine(room, bytes_per_ns=1))
+
+
+@pytest.mark.parametrize(
+    "placer", [Search(), Contiguous(), PipeDream(), Single(), Heft()], ids=lambda p: p.name
+)
+def test_value_is_what_the_verifier_finds(placer, tmp_path):
+    """Of any placer: the largest load, the plan that holds it, and its step alone."""
+    found = place(problem(), placer, "300ev", objective="throughput")
+    assert isinstance(found, ThroughputResult)
+    verdict = verify_throughput_plan(problem(), found.plan)
+    assert not verdict.broken
+    assert found.loads_ns == verdict.loads_ns
+    assert found.value_ns == max(found.loads_ns) >= found.load_bound_ns
+    assert found.step_ns == found.plan.predicted.step_ns
+    assert not verify_plan(problem(), found.plan).broken
+    path = tmp_path / "plan.json"
+    found.plan.save(path)
+    loaded = load_plan(path)
+    loaded.check(problem())
+    assert loaded.request["objective"] == "throughput"
+    assert loaded.predicted.max_load_ns == found.value_ns
+
+
+def test_search_is_the_best_and_says_so():
+    """On a small step the value is proved, and no other placer is below it."""
+    found = place(problem(), Search(), "300ev", objective="throughput")
+    assert found.status == "optimal"
+    assert found.gap == 0.0
+    for placer in (Contiguous(), PipeDream(), Single(), Heft()):
+        other = place(problem(), placer, "300ev", objective="throughput")
+        assert other.value_ns >= found.value_ns
+
+
+@pytest.mark.parametrize("tiny", tiny_problems(), ids=lambda tiny: tiny.name)
+def test_memory_limits_hold(tiny):
+    """What is returned fits when the step runs alone."""
+    found = place(tiny.problem, Search(), "300ev", objective="throughput")
+    assert found.is_feasible
+    assert not verify_plan(tiny.problem, found.plan).broken
+    assert not verify_throughput_plan(tiny.problem, found.plan).broken
+
+
+def test_too_little_memory_is_an_error():
+    """With the same words as for latency."""
+    with pytest.raises(InfeasibleError, match="lower the batch size"):
+        place(problem(**{"gpu:0": 100, "gpu:1": 100}), Search(), "50ev", objective="throughput")
+
+
+def test_search_starts_from_a_given_placement():
+    """The result is never worse than the start."""
+    first = place(problem(), PipeDream(), "10ev", objective="throughput")
+    start = Search(start=first.plan.as_placement())
+    again = place(problem(), start, "20ev", objective="throughput")
+    assert again.value_ns <= first.value_ns
+
+
+def test_unknown_objective():
+    """Says which there are."""
+    with pytest.raises(InputError, match="Known: latency, throughput"):
+        place(problem(), Search(), "10ev", objective="thruput")
