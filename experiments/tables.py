@@ -7,6 +7,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
+import search_tables
 from common import RESULTS
 
 from devplace import placers
@@ -248,7 +249,19 @@ def provenance_line(made: dict[str, Any]) -> str:
     )
 
 
+def ablation(data: dict[str, Any]) -> str:
+    """See `search_tables`."""
+    return search_tables.ablation(data, provenance_line(data["provenance"]))
+
+
+def scaling(data: dict[str, Any]) -> str:
+    """See `search_tables`."""
+    return search_tables.scaling(data, provenance_line(data["provenance"]))
+
+
 TABLES = {
+    "ablation": ablation,
+    "scaling": scaling,
     "compare_placers": compare_placers,
     "plan_nmt8": plan_nmt8,
     "gpu_first": gpu_first,

@@ -123,6 +123,25 @@ def random_problem(seed: int, num_ops: int = 30, num_devices: int = 3) -> Proble
     return Problem(graph, machine, costs)
 
 
+def tiny_case(seed: int, most_ops: int = 10) -> Problem:
+    """A tiny problem on up to 3 devices; often with memory limits, pins or an excluded device."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, int(rng.integers(1, most_ops + 1)), int(rng.integers(1, 4)))
+    names, tasks = problem.machine.device_names, problem.core.tasks
+    if rng.random() < 0.3:
+        held = float(tasks.storage_bytes.sum() + tasks.const_bytes.sum())
+        share = rng.uniform(0.3, 1.2, len(names))
+        limits = {n: max(1, int(held * s)) for n, s in zip(names, share, strict=True)}
+        problem = replace(problem, limits=limits)
+    if rng.random() < 0.3 and tasks.num_tasks:
+        ops = rng.choice(tasks.task_op, min(2, tasks.num_tasks), replace=False)
+        pinned = problem.graph.ops[int(ops[0])].name
+        problem = replace(problem, pins={pinned: str(rng.choice(names))})
+    elif rng.random() < 0.2 and len(names) > 1:
+        problem = replace(problem, exclude=[str(rng.choice(names))])
+    return problem
+
+
 def random_placement(problem: Problem, rng: np.random.Generator) -> Placement:
     """Random devices (whole colocation groups), random priorities or none."""
     tasks = problem.core.tasks

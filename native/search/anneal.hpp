@@ -40,8 +40,14 @@ struct Space {
   bool tracks_memory = false;
 };
 
+// Parts of all moves; see placers/explore.py.
+struct Moves {
+  double swap_share = 0, run_share = 0, pair_share = 0, beside_share = 0, fresh_share = 0;
+};
+
 struct Settings {
-  double heat = 0.005, chain_share = 0.5, fresh_share = 0;
+  Moves moves;
+  double heat = 0, critical_share = 0;
   i64 most_evaluations = 0, patience = 0;
   double seconds = 0;
   std::uint64_t seed = 0;
@@ -56,19 +62,17 @@ struct Found {
 // One chain; its time counts from when it was made.
 class Chain {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Timer = std::chrono::steady_clock;
 
   Chain(const Space& space, const Settings& settings)
-      : space_(space), core_(*space.core), settings_(settings), begin_(Clock::now()), random_(settings.seed),
-        incremental_(core_), simulator_(core_), is_plain_(core_.one_stream && !space.tracks_memory) {}
+      : space_(space), core_(*space.core), settings_(settings), begin_(Timer::now()), random_(settings.seed),
+        incremental_(core_), simulator_(core_) {}
 
   Found run(const i32* groups, const i64* priority) {
     groups_.assign(groups, groups + space_.num_groups);
-    device_.resize(core_.num_tasks);
-    for (i32 v = 0; v < core_.num_tasks; ++v) device_[v] = groups_[space_.task_group[v]];
-    std::vector<i64> given;
-    if (priority) given.assign(priority, priority + core_.num_tasks);
-    value_ = start(priority ? &given : nullptr);
+    std::vector<i32> device(core_.num_tasks);
+    for (i32 v = 0; v < core_.num_tasks; ++v) device[v] = groups_[space_.task_group[v]];
+    start(device, priority);
     keep_best();
     refocus();
     i64 stale = 0;
@@ -83,7 +87,8 @@ class Chain {
         continue;
       }
       const bool is_other = found != value_;
-      take(found);
+      value_ = found;
+      incremental_.accept();
       if (value_ < best_value_ * (1 - 1e-6)) {
         keep_best();
         stale = 0;
@@ -95,107 +100,71 @@ class Chain {
   }
 
  private:
-  double start(const std::vector<i64>* given) {
+  // With critical-path priorities, or with the given ones if these are better.
+  void start(const std::vector<i32>& device, const i64* given) {
     ++evaluations_;
-    if (is_plain_) {
-      incremental_.reset(device_, given);
-      step_ = incremental_.makespan();
-      overflow_ = 0;
-      return static_cast<double>(step_);
-    }
-    priority_.resize(core_.num_tasks);
-    if (given) priority_ = *given;
-    else critical_path(core_, device_.data(), priority_.data());
-    const double value = simulate();
-    if (given) {  // or with critical-path ones, if these are better
-      std::vector<i64> kept = priority_;
-      const i64 step = step_, overflow = overflow_;
-      critical_path(core_, device_.data(), priority_.data());
-      const double other = simulate();
-      if (other > value) {
-        priority_ = kept;
-        step_ = step;
-        overflow_ = overflow;
-        return value;
-      }
-      return other;
-    }
-    return value;
+    incremental_.reset(device);
+    simulate();
+    if (given == nullptr) return;
+    const double own = value_;
+    const std::vector<i64> path = incremental_.priority();
+    incremental_.use(std::vector<i64>(given, given + core_.num_tasks));
+    simulate();
+    if (value_ < own) return;
+    incremental_.use(path);
+    simulate();
+  }
+  void simulate() {
+    step_ = incremental_.makespan();
+    value_ = value();
   }
 
-  double simulate() {
-    if (space_.tracks_memory) simulator_.run<true, false>(device_.data(), priority_.data(), outcome_);
-    else simulator_.run<false, false>(device_.data(), priority_.data(), outcome_);
-    step_ = outcome_.makespan;
+  // Of what was simulated last: its step time, and more where it does not fit.
+  double value() {
     overflow_ = 0;
-    double share = 0;
-    if (space_.tracks_memory) {
-      i64 smallest = Incremental::never;
-      for (std::size_t d = 0; d < space_.limit_bytes.size(); ++d) {
-        overflow_ += std::max<i64>(0, outcome_.peak[d] - space_.limit_bytes[d]);
-        smallest = std::min(smallest, space_.limit_bytes[d]);
-      }
-      for (std::size_t p = 0; p < space_.pool_limit_bytes.size(); ++p)
-        overflow_ += std::max<i64>(0, outcome_.pool_peak[p] - space_.pool_limit_bytes[p]);
-      share = static_cast<double>(overflow_) / static_cast<double>(std::max<i64>(1, smallest));
+    if (!space_.tracks_memory) return static_cast<double>(step_);
+    simulator_.run<true, false>(incremental_.device().data(), incremental_.priority().data(), outcome_);
+    i64 smallest = Incremental::never;
+    for (std::size_t d = 0; d < space_.limit_bytes.size(); ++d) {
+      overflow_ += std::max<i64>(0, outcome_.peak[d] - space_.limit_bytes[d]);
+      smallest = std::min(smallest, space_.limit_bytes[d]);
     }
+    for (std::size_t p = 0; p < space_.pool_limit_bytes.size(); ++p)
+      overflow_ += std::max<i64>(0, outcome_.pool_peak[p] - space_.pool_limit_bytes[p]);
+    const double share = static_cast<double>(overflow_) / static_cast<double>(std::max<i64>(1, smallest));
     return static_cast<double>(step_) * (1 + 2 * share + (overflow_ > 0 ? 0.05 : 0));
   }
 
+  // Memory is looked at only where the step alone would be accepted.
   double evaluate(double bar) {
     ++evaluations_;
-    if (is_plain_) {
-      moves_.clear();
-      for (const auto& [group, old] : moved_)
-        for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
-          moves_.push_back({space_.group_tasks[j], groups_[group]});
-      const double most = std::min(bar, 9e18);
-      const bool fresh = random_.uniform() < settings_.fresh_share;
-      step_ = incremental_.try_move(moves_, static_cast<i64>(most), fresh);
-      return step_ == Incremental::never ? 1e300 : static_cast<double>(step_);
-    }
+    moves_.clear();
     for (const auto& [group, old] : moved_)
       for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
-        device_[space_.group_tasks[j]] = groups_[group];
-    held_priority_.swap(priority_);
-    priority_.resize(core_.num_tasks);
-    critical_path(core_, device_.data(), priority_.data());
-    return simulate();
+        moves_.push_back({space_.group_tasks[j], groups_[group]});
+    const bool fresh = random_.uniform() < settings_.moves.fresh_share;
+    const i64 step = incremental_.try_move(moves_, static_cast<i64>(std::min(bar, 9e18)), fresh);
+    if (step == Incremental::never) return 1e300;
+    step_ = step;
+    return value();
   }
 
   void undo() {
     for (auto it = moved_.rbegin(); it != moved_.rend(); ++it) groups_[it->first] = it->second;
-    if (is_plain_) {
-      incremental_.reject();
-      return;
-    }
-    for (const auto& [group, old] : moved_)
-      for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
-        device_[space_.group_tasks[j]] = groups_[group];
-    held_priority_.swap(priority_);
-  }
-
-  void take(double found) {
-    value_ = found;
-    if (!is_plain_) return;
-    incremental_.accept();
-    ++evaluations_;
-    step_ = incremental_.makespan();
-    value_ = static_cast<double>(step_);
+    incremental_.reject();
   }
 
   void keep_best() {
     best_value_ = value_;
     best_.groups = groups_;
-    best_.priority = is_plain_ ? incremental_.priority() : priority_;
+    best_.priority = incremental_.priority();
     best_.step = step_;
-    best_.overflow = is_plain_ ? 0 : overflow_;
+    best_.overflow = overflow_;
   }
 
   // The critical path of the present state, and what it says of classes.
   void refocus() {
-    chain_.clear();
-    if (is_plain_) incremental_.critical_chain(chain_);
+    incremental_.critical_chain(chain_);
     const std::size_t C = space_.num_classes;
     sums_.assign(C, 0);
     double total = 0;
@@ -239,35 +208,59 @@ class Chain {
   bool propose() {
     moved_.clear();
     const double kind = random_.uniform();
-    const i32 C = space_.num_classes;
-    if (!chain_.empty() && random_.uniform() < settings_.chain_share) {
-      move_run();
-    } else if (kind < 0.2 && C > 1) {
-      const i32 a = some_class(), b = some_class();
-      const i32 to_a = device_of_class(b), to_b = device_of_class(a);
-      if (a != b) {
-        move_class(a, to_a);
-        move_class(b, to_b);
-      }
-    } else if (kind < 0.3) {
-      const i32 length = 2 + random_.below(std::max(1, C / 4)), first = random_.below(C), to = some_device();
-      for (i32 c = first; c < std::min(C, first + length); ++c) move_class(c, to);
-    } else if (kind < 0.45) {
-      move_some_class();
-      move_some_class();
+    const Moves& moves = settings_.moves;
+    if (!chain_.empty() && random_.uniform() < settings_.critical_share) {
+      move_critical();
+    } else if (kind < moves.swap_share) {
+      swap_classes();
+    } else if (kind < moves.swap_share + moves.run_share) {
+      move_classes_in_a_row();
     } else {
       move_some_class();
+      if (kind < moves.swap_share + moves.run_share + moves.pair_share) move_some_class();
     }
     return !moved_.empty();
   }
 
-  void move_some_class() {
-    const i32 c = some_class(), to = some_device();
-    move_class(c, to);
+  void swap_classes() {
+    const i32 a = some_class(), b = some_class();
+    const i32 to_a = device_of_class(b), to_b = device_of_class(a);
+    if (a == b) return;
+    move_class(a, to_a);
+    move_class(b, to_b);
   }
 
+  void move_classes_in_a_row() {
+    const i32 C = space_.num_classes, length = 2 + random_.below(std::max(1, C / 4));
+    const i32 first = random_.below(C), to = some_device();
+    for (i32 c = first; c < std::min(C, first + length); ++c) move_class(c, to);
+  }
+
+  void move_some_class() {
+    const i32 c = some_class();
+    move_class(c, random_.uniform() < settings_.moves.beside_share ? device_beside(c) : some_device());
+  }
+
+  // Where a task is that gives to, or takes from, a random task of this class.
+  i32 device_beside(i32 c) {
+    const i32 here = device_of_class(c);
+    for (int tries = 0; tries < 4; ++tries) {
+      const i32 group = pick(space_.class_groups, space_.class_ptr[c], space_.class_ptr[c + 1]);
+      const i32 v = pick(space_.group_tasks, space_.group_ptr[group], space_.group_ptr[group + 1]);
+      const i32 inputs = core_.in_ptr[v + 1] - core_.in_ptr[v];
+      const i32 first = core_.cons_ptr[core_.out_ptr[v]], readers = core_.cons_ptr[core_.out_ptr[v + 1]] - first;
+      if (inputs + readers == 0) continue;
+      const i32 k = random_.below(inputs + readers);
+      const i32 other = k < inputs ? core_.in_task[core_.in_ptr[v] + k] : core_.cons[first + k - inputs];
+      const i32 there = groups_[space_.task_group[other]];
+      if (there != here) return there;
+    }
+    return some_device();
+  }
+  i32 pick(const std::vector<i32>& from, i32 first, i32 last) { return from[first + random_.below(last - first)]; }
+
   // A run of the critical path goes to the device of its neighbour there, or to any.
-  void move_run() {
+  void move_critical() {
     const i32 n = static_cast<i32>(chain_.size()), first = random_.below(n);
     i32 length = 1;
     if (random_.uniform() < 0.7)
@@ -283,7 +276,7 @@ class Chain {
     for (i32 k = first; k < std::min(n, first + length); ++k) move_group(space_.task_group[chain_[k]], to);
   }
 
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  double seconds() const { return std::chrono::duration<double>(Timer::now() - begin_).count(); }
   bool is_late() {
     if (settings_.seconds <= 0) return false;
     if (tries_++ % 8 == 0) now_ = seconds();
@@ -298,17 +291,15 @@ class Chain {
   const Space& space_;
   const Core& core_;
   const Settings settings_;
-  const Clock::time_point begin_;
+  const Timer::time_point begin_;
   Random random_;
   Incremental incremental_;
   Simulator simulator_;
-  const bool is_plain_;
   Outcome outcome_;
   Found best_;
   double value_ = 0, best_value_ = 0, now_ = 0;
   i64 step_ = 0, overflow_ = 0, evaluations_ = 0, tries_ = 0;
-  std::vector<i32> groups_, device_, chain_;
-  std::vector<i64> priority_, held_priority_;
+  std::vector<i32> groups_, chain_;
   std::vector<double> sums_;
   std::vector<std::pair<i32, i32>> moved_, moves_;
 };

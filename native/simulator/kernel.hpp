@@ -13,24 +13,51 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 using u8 = std::uint8_t;
 
+// What sending one carrier over one kind of link takes; names as in problem/core.py.
+struct Price {
+  i64 transfer_ns, channel_ns, send_ns, receive_ns;
+  u8 queues;
+};
+
 // Read-only arrays; names and shapes as in problem/core.py.
 struct Core {
   i32 num_tasks = 0, num_devices = 0, num_channels = 0, num_pools = 0, num_consts = 0;
-  std::vector<u8> is_source, storage_held, queues, fixed_buffers;
+  std::vector<u8> is_source, storage_held, fixed_buffers;
   std::vector<i64> workspace_bytes, carrier_bytes, storage_bytes, const_bytes;
   std::vector<i32> out_ptr, carrier_storage, cons_ptr, cons, in_ptr, in_carrier, storage_ptr;
   std::vector<i32> storage_over;
   std::vector<i32> const_ptr, const_user, carrier_task;
   std::vector<i32> in_task, in_storage;  // of in_carrier, so that a release reads in sequence
-  std::vector<i64> duration_ns, transfer_ns, channel_ns, latency_ns, send_ns, receive_ns;
-  std::vector<i64> held_bytes;
-  std::vector<i32> link_class, channel_ptr, channel, streams, pool;
+  std::vector<i32> cons_carrier;         // of cons, likewise
+  std::vector<i64> duration_ns, latency_ns, held_bytes;
+  std::vector<Price> prices;  // [C, T]
   bool one_stream = true;
+  std::vector<i32> link_class, channel_ptr, channel, streams, pool;
 
-  std::size_t priced(i32 pair, i32 carrier) const {
-    return static_cast<std::size_t>(link_class[pair]) * carrier_bytes.size() + carrier;
+  const Price& price(i32 pair, i32 carrier) const {
+    return prices[static_cast<std::size_t>(link_class[pair]) * carrier_bytes.size() + carrier];
   }
-  i64 transfer(i32 pair, i32 carrier) const { return transfer_ns[priced(pair, carrier)]; }
+  i64 duration(i32 task, i32 device) const {
+    return duration_ns[static_cast<std::size_t>(task) * num_devices + device];
+  }
+
+  // Sizes, and the arrays that follow from others.
+  void derive() {
+    num_tasks = static_cast<i32>(is_source.size());
+    num_devices = static_cast<i32>(streams.size());
+    num_consts = static_cast<i32>(const_bytes.size());
+    for (const i32 s : streams) one_stream &= s == 1;
+    carrier_task.resize(carrier_bytes.size());
+    for (i32 v = 0; v < num_tasks; ++v)
+      for (i32 x = out_ptr[v]; x < out_ptr[v + 1]; ++x) carrier_task[x] = v;
+    for (const i32 x : in_carrier) {
+      in_task.push_back(carrier_task[x]);
+      in_storage.push_back(carrier_storage[x]);
+    }
+    cons_carrier.resize(cons.size());
+    for (std::size_t x = 0; x < carrier_bytes.size(); ++x)
+      for (i32 j = cons_ptr[x]; j < cons_ptr[x + 1]; ++j) cons_carrier[j] = static_cast<i32>(x);
+  }
 };
 
 // 4-ary heap; Less must be a strict total order on what matters.
@@ -118,21 +145,24 @@ struct Outcome {
   std::vector<MemoryStep> memory;
 };
 
-inline void critical_path(const Core& core, const i32* device, i64* length) {
-  const i32 D = core.num_devices;
-  for (i32 v = core.num_tasks - 1; v >= 0; --v) {
-    const i32 d = device[v];
-    i64 tail = 0;
-    for (i32 x = core.out_ptr[v]; x < core.out_ptr[v + 1]; ++x) {
-      for (i32 j = core.cons_ptr[x]; j < core.cons_ptr[x + 1]; ++j) {
-        const i32 c = core.cons[j], e = device[c];
-        i64 way = length[c];
-        if (e != d) way += core.transfer(d * D + e, x) + core.latency_ns[d * D + e];
-        tail = std::max(tail, way);
-      }
-    }
-    length[v] = core.duration_ns[static_cast<std::size_t>(v) * D + d] + tail;
+// Longest path from a task's start to the end, given those of the tasks after it.
+template <class Length>
+i64 path_length(const Core& core, const i32* device, const Length& length, i32 v) {
+  const i32 D = core.num_devices, d = device[v];
+  const i32 last = core.cons_ptr[core.out_ptr[v + 1]];
+  i64 tail = 0;
+  for (i32 j = core.cons_ptr[core.out_ptr[v]]; j < last; ++j) {
+    const i32 c = core.cons[j], e = device[c];
+    i64 way = length(c);
+    if (e != d) way += core.price(d * D + e, core.cons_carrier[j]).transfer_ns + core.latency_ns[d * D + e];
+    tail = std::max(tail, way);
   }
+  return core.duration(v, d) + tail;
+}
+
+inline void critical_path(const Core& core, const i32* device, i64* length) {
+  const auto known = [&](i32 v) { return length[v]; };
+  for (i32 v = core.num_tasks - 1; v >= 0; --v) length[v] = path_length(core, device, known, v);
 }
 
 // One simulator with its scratch memory; use one per thread.
@@ -263,7 +293,7 @@ class Simulator {
     while (running_count_[d] < core_.streams[d] && !ready_[d].empty()) {
       const i32 v = ready_[d].top().task;
       ready_[d].pop();
-      const i64 end = now_ + core_.duration_ns[static_cast<std::size_t>(v) * core_.num_devices + d] + debt_[d];
+      const i64 end = now_ + core_.duration(v, d) + debt_[d];
       debt_[d] = 0;
       ++running_count_[d];
       out.busy[d] += end - now_;
@@ -376,23 +406,22 @@ class Simulator {
   void send(i32 x, i32 d, i32 e, Outcome& out) {
     const i32 pair = d * core_.num_devices + e;
     const i32 first = core_.channel_ptr[pair], last = core_.channel_ptr[pair + 1];
-    const u8 queues = core_.queues[core_.priced(pair, x)];
-    i64 begin = now_, end = now_ + core_.transfer(pair, x);
-    if (queues != 2) {  // 2: waits for nothing
-      i64& lane_free = lane_free_[2 * static_cast<std::size_t>(pair) + queues];
+    const Price& price = core_.price(pair, x);
+    i64 begin = now_, end = now_ + price.transfer_ns;
+    if (price.queues != 2) {  // 2: waits for nothing
+      i64& lane_free = lane_free_[2 * static_cast<std::size_t>(pair) + price.queues];
       begin = std::max(begin, lane_free);
-      if (queues)
+      if (price.queues)
         for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free_[core_.channel[c]]);
-      end = begin + core_.transfer(pair, x);
+      end = begin + price.transfer_ns;
       lane_free = end;
-      const i64 share = core_.channel_ns[core_.priced(pair, x)];
       for (i32 c = first; c < last; ++c) {
         i64& free = channel_free_[core_.channel[c]];
-        free = std::max(free, begin) + share;
+        free = std::max(free, begin) + price.channel_ns;
       }
     }
     const i64 arrival = end + core_.latency_ns[pair];
-    debt_[d] += core_.send_ns[core_.priced(pair, x)];
+    debt_[d] += price.send_ns;
     out.transfer_bytes += core_.carrier_bytes[x];
     if constexpr (track_memory) (core_.fixed_buffers[e] ? kept_ : memory_)[e] += core_.carrier_bytes[x];
     if constexpr (trace) out.transfers.push_back({x, d, e, now_, begin, arrival});
@@ -402,7 +431,7 @@ class Simulator {
   template <bool track_memory>
   void arrive(const Arrival& a) {
     const i32 d = device_[core_.carrier_task[a.carrier]];
-    debt_[a.device] += core_.receive_ns[core_.priced(d * core_.num_devices + a.device, a.carrier)];
+    debt_[a.device] += core_.price(d * core_.num_devices + a.device, a.carrier).receive_ns;
     if constexpr (track_memory) release_storage(core_.carrier_storage[a.carrier], d);
     for (i32 j = core_.cons_ptr[a.carrier]; j < core_.cons_ptr[a.carrier + 1]; ++j)
       if (device_[core_.cons[j]] == a.device) one_input_less(core_.cons[j]);

@@ -38,12 +38,7 @@ class Kernel {
     core_.const_ptr = copy<i32>(tasks, "const_ptr");
     core_.const_user = copy<i32>(tasks, "const_user");
     core_.duration_ns = copy<i64>(wires, "duration_ns");
-    core_.transfer_ns = copy<i64>(wires, "transfer_ns");
-    core_.channel_ns = copy<i64>(wires, "channel_ns");
-    core_.queues = copy<u8>(wires, "queues");
     core_.latency_ns = copy<i64>(wires, "latency_ns");
-    core_.send_ns = copy<i64>(wires, "send_ns");
-    core_.receive_ns = copy<i64>(wires, "receive_ns");
     core_.link_class = copy<i32>(wires, "link_class");
     core_.channel_ptr = copy<i32>(wires, "channel_ptr");
     core_.channel = copy<i32>(wires, "channel");
@@ -51,17 +46,8 @@ class Kernel {
     core_.pool = copy<i32>(wires, "pool");
     core_.num_channels = nb::cast<i32>(wires.attr("num_channels"));
     core_.num_pools = static_cast<i32>(copy<i64>(wires, "pool_limit_bytes").size());
-    core_.num_tasks = static_cast<i32>(core_.is_source.size());
-    core_.num_devices = static_cast<i32>(core_.streams.size());
-    core_.num_consts = static_cast<i32>(core_.const_bytes.size());
-    for (const i32 s : core_.streams) core_.one_stream &= s == 1;
-    core_.carrier_task.resize(core_.carrier_bytes.size());
-    for (i32 v = 0; v < core_.num_tasks; ++v)
-      for (i32 x = core_.out_ptr[v]; x < core_.out_ptr[v + 1]; ++x) core_.carrier_task[x] = v;
-    for (const i32 x : core_.in_carrier) {
-      core_.in_task.push_back(core_.carrier_task[x]);
-      core_.in_storage.push_back(core_.carrier_storage[x]);
-    }
+    set_prices(wires);
+    core_.derive();
   }
 
   nb::object priority(In<i32> device) const {
@@ -137,7 +123,6 @@ class Kernel {
   nb::tuple moves(In<i32> device, In<i32> move_ptr, In<i32> move_task, In<i32> move_device,
                   In<i64> cutoff) const {
     check_devices(device, 1);
-    if (!core_.one_stream) throw nb::value_error("moves: devices must have one stream");
     check_devices_of(move_device);
     for (std::size_t j = 0; j < move_task.size(); ++j)
       if (move_task.data()[j] < 0 || move_task.data()[j] >= core_.num_tasks)
@@ -155,7 +140,7 @@ class Kernel {
     {
       nb::gil_scoped_release release;
       Incremental incremental(core_);
-      incremental.reset(std::vector<i32>(device.data(), device.data() + device.size()), nullptr);
+      incremental.reset(std::vector<i32>(device.data(), device.data() + device.size()));
       std::vector<std::pair<i32, i32>> moved;
       const i64 before = incremental.num_events();
       for (std::size_t k = 0; k < count; ++k) {
@@ -180,8 +165,8 @@ class Kernel {
     if (priorities.size()) check_priorities(priorities, K);
     Settings common;
     common.heat = nb::cast<double>(settings.attr("heat"));
-    common.chain_share = nb::cast<double>(settings.attr("chain_share"));
-    common.fresh_share = nb::cast<double>(settings.attr("fresh_share"));
+    common.critical_share = nb::cast<double>(settings.attr("critical_share"));
+    common.moves = moves_of(settings.attr("moves"));
     common.most_evaluations = nb::cast<i64>(settings.attr("most_evaluations"));
     common.patience = nb::cast<i64>(settings.attr("patience"));
     common.seconds = nb::cast<double>(settings.attr("seconds"));
@@ -218,6 +203,18 @@ class Kernel {
   }
 
  private:
+  void set_prices(const nb::object& wires) {
+    const auto transfer = copy<i64>(wires, "transfer_ns"), channel = copy<i64>(wires, "channel_ns");
+    const auto send = copy<i64>(wires, "send_ns"), receive = copy<i64>(wires, "receive_ns");
+    const auto queues = copy<u8>(wires, "queues");
+    for (std::size_t i = 0; i < transfer.size(); ++i)
+      core_.prices.push_back({transfer[i], channel[i], send[i], receive[i], queues[i]});
+  }
+  static Moves moves_of(const nb::object& moves) {
+    auto share = [&](const char* name) { return nb::cast<double>(moves.attr(name)); };
+    return {share("swap_share"), share("run_share"), share("pair_share"), share("beside_share"),
+            share("fresh_share")};
+  }
   Space space_of(const nb::object& space) const {
     Space s;
     s.core = &core_;

@@ -128,6 +128,7 @@ def test_compare_json_has_the_fixed_form(folder: Path) -> None:
         "mincut-repaired",
         "random",
         "search",
+        "exact",
     ]
     skipped = [row["placer"] for row in data["rows"] if row["step_ns"] is None]
     without_library = {name for name, module in LIBRARY_OF.items() if find_spec(module) is None}
@@ -139,6 +140,8 @@ def test_compare_json_has_the_fixed_form(folder: Path) -> None:
         assert row["feasible"] is True
         assert isinstance(row["step_ns"], int)
         assert row["step_ns"] >= data["lower_bound_ns"]
+        assert row["status"] in ("optimal", "feasible")
+        assert row["gap"] == row["step_ns"] / row["lower_bound_ns"] - 1
         assert set(row["peak_bytes"]) <= {"cpu:0", "cuda:0", "cuda:1"}
         assert all(isinstance(n, int) for n in row["peak_bytes"].values())
         assert isinstance(row["transfer_bytes"], int)
@@ -219,7 +222,7 @@ def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     assert rows["even"]["step_ns"] > 0
     tight = [f"--limit=cuda:{k}=1KB" for k in range(2)]
     done = devplace(*options, "--budget", "20ev", *tight, "--exclude", "cpu:0", cwd=folder)
-    refused(done, 3, "cuda", "1 KB")
+    refused(done, 3, "cuda", "1 KB", "proved")
 
 
 BAD: list[tuple[list[str], int, list[str]]] = [

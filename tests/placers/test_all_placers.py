@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import random_problem
+from tests.strategies import random_problem, tiny_case
 
 from devplace.errors import InfeasibleError
 from devplace.placers import ALL, PLAIN, Budget, Placer, Search, by_name, place
 from devplace.simulator.bounds import lower_bound
-from devplace.testing import TinyProblem, brute_force, check_placer, tiny_problems
+from devplace.testing import (
+    TinyProblem,
+    brute_force,
+    brute_force_orders,
+    check_placer,
+    tiny_problems,
+)
 
 PLACERS = [placer() for placer in PLAIN]
 TINY = tiny_problems()
@@ -57,19 +65,42 @@ def test_search_finds_the_optimum_of_tiny_problems(tiny: TinyProblem) -> None:
     assert place(tiny.problem, Search(), Budget(evaluations=3000)).step_ns == tiny.step_ns, tiny.why
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), num_ops=st.integers(1, 6), devices=st.integers(1, 3))
-def test_s67_small_graphs_are_solved_exactly(seed: int, num_ops: int, devices: int) -> None:
-    """At most 8 groups on 3 devices: as good as brute force in critical-path order, or better
-    thanks to order; infeasible only if no order was found that fits."""
-    problem = random_problem(seed, num_ops, devices)
-    if devices**problem.core.tasks.num_groups > 1000:
-        return
-    try:
-        best = brute_force(problem).step_ns
-    except InfeasibleError:
-        return
-    assert place(problem, Search(), Budget(evaluations=1500)).step_ns <= best
+@pytest.mark.parametrize("block", range(5))
+def test_search_equals_brute_force_on_500_tiny_cases(block: int) -> None:
+    """Up to 10 ops and 3 unequal devices, with memory limits, pins, groups: as fast as the best of
+    all placements in critical-path order (or faster, thanks to order), never below the bound."""
+    for seed in range(100 * block, 100 * block + 100):
+        problem = tiny_case(seed)
+        count = math.prod(problem.allowed.sum(axis=1).tolist())
+        budget = Budget(evaluations=2 * count + 150)
+        found = place(problem, Search(), budget, allow_infeasible=True)
+        try:
+            best = brute_force(problem, 60_000).step_ns
+        except InfeasibleError:
+            continue
+        assert found.is_feasible, seed
+        assert found.bound.step_ns <= found.step_ns <= best, seed
+
+
+def test_search_finds_the_best_order_of_tiny_problems() -> None:
+    """Up to 4 ops in order: the best of all placements under all priorities, memory limits
+    included; no placement is left out because it does not fit in critical-path order."""
+    compared = 0
+    for seed in range(200):
+        problem = tiny_case(seed, 6)
+        if not 2 <= int((problem.core.tasks.is_source == 0).sum()) <= 4:
+            continue
+        found = place(problem, Search(), Budget(evaluations=8000), allow_infeasible=True)
+        compared += 1
+        try:
+            best = brute_force_orders(problem, waits=False).step_ns
+        except InfeasibleError:
+            assert not found.is_feasible, seed
+            continue
+        assert (found.is_feasible, found.step_ns) == (True, best), seed
+        if compared == 30:
+            break
+    assert compared == 30
 
 
 @settings(max_examples=25, deadline=None)

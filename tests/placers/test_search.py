@@ -13,10 +13,13 @@ from tests.strategies import random_graph, random_problem
 from devplace.cost import CostTable
 from devplace.errors import InfeasibleError
 from devplace.graph import Op, OpGraph, StepResult, Tensor
-from devplace.placers import Budget, Search, place
+from devplace.placers import Budget, Search, Single, place
+from devplace.placers.explore import Moves
+from devplace.placers.search import _can_list
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
 from devplace.testing import brute_force, hand_machine, hand_problem
+from devplace.testing.layered import layered_problem
 
 
 @settings(max_examples=40, deadline=None)
@@ -92,6 +95,36 @@ def test_more_budget_is_not_worse() -> None:
         many = place(problem, Search(), Budget(evaluations=2000), allow_infeasible=True)
         missing = [sum(r.timeline.missing_bytes.values()) for r in (many, few)]
         assert (missing[0], many.step_ns) <= (missing[1], few.step_ns)
+
+
+INGREDIENTS = (
+    Search(structural=False),
+    Search(levels=1),
+    Search(heat=0.0),
+    Search(width=1),
+    Search(heuristics=False),
+    Search(improves_order=False),
+    Search(refines=False),
+    Search(moves=Moves(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)),
+    Search(moves=Moves(0.3, 0.3, 0.3, 1.0, 1.0, 1.0)),
+)
+
+
+@pytest.mark.parametrize("placer", INGREDIENTS, ids=range(len(INGREDIENTS)))
+def test_the_search_works_without_any_of_its_ingredients(placer: Search) -> None:
+    """The budget is kept, and the plan is no worse than one device."""
+    problem = layered_problem(1000, 3)
+    result = place(problem, placer, "900ev", 3)
+    assert result.evaluations <= 900 + 2 * placer.width
+    assert result.step_ns < place(problem, Single()).step_ns
+
+
+def test_list_schedulers_are_left_out_where_they_would_take_all_the_time() -> None:
+    """They are plain Python; a budget of simulations always has them."""
+    problem = layered_problem(2000, 8)
+    assert _can_list(problem, Budget(evaluations=10))
+    assert _can_list(problem, Budget(seconds=10.0))
+    assert not _can_list(problem, Budget(seconds=0.1))
 
 
 def test_pins_and_exclusions_hold() -> None:

@@ -91,6 +91,7 @@ def test_s72_one_line_per_module_and_json_that_validates() -> None:
     assert len([line for line in lines[2:] if line.strip()]) == 4
     assert set(found.to_dict()) == {
         "format", "version", "model", "machine", "step_ns", "lower_bound_ns", "limits", "text",
+        "gap", "status",
         "parameter_bytes", "warnings", "modules",
     }  # fmt: skip
     assert found.to_dict()["modules"][0] == {

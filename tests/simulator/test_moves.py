@@ -13,10 +13,11 @@ from devplace.placers import chains
 from devplace.placers.budget import Budget
 from devplace.placers.classes import Best, make_classes
 from devplace.placers.evaluate import Evaluator
-from devplace.placers.explore import Explorer, Schedule
+from devplace.placers.explore import Explorer, Moves, Schedule
 from devplace.placers.groups import mean_duration_ns
 from devplace.problem import Problem
 from devplace.simulator.kernel import NativeKernel, native_module
+from devplace.testing import hand_machine, hand_problem, tiny_problems
 
 native = native_module()
 pytestmark = pytest.mark.skipif(native is None, reason="native simulator not built")
@@ -38,10 +39,6 @@ def test_moves_give_the_step_time_of_a_whole_simulation(problem: Problem, seed: 
         tasks = rng.choice(count, int(rng.integers(1, count + 1)), replace=False).astype(np.int32)
         moves.append((tasks, rng.integers(0, devices, len(tasks)).astype(np.int32)))
     cutoff = np.full(len(moves), LARGEST)
-    if not (problem.core.wires.streams == 1).all():
-        with pytest.raises(ValueError, match="one stream"):
-            kernel.moves(device, moves, cutoff)
-        return
     rows = np.stack([device] * len(moves)).copy()
     for row, (tasks, targets) in zip(rows, moves, strict=True):
         row[tasks] = targets
@@ -116,11 +113,7 @@ def test_chains_keep_to_the_budget_of_evaluations() -> None:
 
 def test_bad_moves_are_refused_not_read() -> None:
     """Tasks and devices out of range raise instead of crashing."""
-    problem = next(
-        one
-        for one in (random_problem(seed, 10, 2) for seed in range(50))
-        if (one.core.wires.streams == 1).all()
-    )
+    problem = random_problem(0, 10, 2)
     kernel = NativeKernel(native, problem.core)
     device = problem.task_devices(placers.place(problem, placers.Single()).plan.as_placement())
     cutoff = np.full(1, LARGEST)
@@ -130,10 +123,31 @@ def test_bad_moves_are_refused_not_read() -> None:
             kernel.moves(device, [move], cutoff)
 
 
+def test_moves_in_large_graphs_give_the_step_time_of_a_whole_simulation() -> None:
+    """Also with more ready tasks than a word of words has bits, and with a task of 300 inputs."""
+    lines = [f"o{k} = f ns={1 + k % 7} bytes={k % 50}" for k in range(6000)]
+    lines += [f"sum = f({', '.join(f'o{k}' for k in range(0, 6000, 20))}) ns=3"]
+    lines += [f"p{k} = f(o{k}) ns={2 + k % 3}" for k in range(6000)]
+    machine = hand_machine({f"gpu:{d}": 10**9 for d in range(3)}, latency_ns=4)
+    problem = hand_problem("\n".join(lines), machine)
+    rng = np.random.default_rng(0)
+    kernel = NativeKernel(native, problem.core)
+    device = rng.integers(0, 3, problem.core.tasks.num_tasks).astype(np.int32)
+    moves = [
+        (tasks.astype(np.int32), rng.integers(0, 3, len(tasks)).astype(np.int32))
+        for tasks in (rng.choice(len(device), 50, replace=False) for _ in range(20))
+    ]
+    moves += [(np.array([v], np.int32), np.array([0], np.int32)) for v in range(5900, 12001, 400)]
+    rows = np.stack([device] * len(moves)).copy()
+    for row, (tasks, targets) in zip(rows, moves, strict=True):
+        row[tasks] = targets
+    right = kernel.evaluate(rows, kernel.priority(device), track_memory=False).makespan_ns
+    found, _ = kernel.moves(device, moves, np.full(len(moves), LARGEST))
+    np.testing.assert_array_equal(found, right)
+
+
 def test_what_is_simulated_again_is_only_the_rest() -> None:
     """A move of the last task of a chain simulates one task, not the whole chain."""
-    from devplace.testing import tiny_problems
-
     chain = next(tiny.problem for tiny in tiny_problems() if "chain" in tiny.name)
     kernel = NativeKernel(native, chain.core)
     device = np.zeros(chain.core.tasks.num_tasks, np.int32)
@@ -153,7 +167,8 @@ def test_native_chains_are_those_of_plain_python(problem: Problem, seed: int) ->
     )
     explorer, start = explorer_of(problem, 2, seed, 1)
     space = explorer._space(classes, list(problem.usable_devices))
-    schedule = Schedule(0.02, 0.4, 50, 1000, 0.0)
+    moves = Moves(fresh_share=0.5) if seed % 2 else Moves()
+    schedule = Schedule(0.02, 0.4, 50, 1000, 0.0, moves)
     starts, seeds = np.stack([start.groups] * 2), np.array([seed, seed + 1], np.int64)
     given = np.arange(2 * problem.core.tasks.num_tasks, dtype=np.int64).reshape(2, -1)
     for priorities in (None, given):

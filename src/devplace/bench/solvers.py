@@ -203,7 +203,7 @@ def _placer(name: str) -> Solver:
         for op, d in zip(ops, result.plan.placement, strict=True):
             device[int(op.name)] = d
         order = tuple(tuple(int(ops[v].name) for v in row) for row in result.plan.order)
-        least = max(bound.step_ns, _exact_bound(problem))
+        least = max(result.bound.step_ns, _exact_bound(problem))
         return Answer(
             Schedule(tuple(device), order),
             "optimal" if result.step_ns <= least else "feasible",

@@ -103,7 +103,7 @@ class PlanOutcome:
             return "interrupted: this is the best plan found until then."
         if self.result.is_feasible:
             return ""
-        return str(infeasible(self.result.timeline, self.result.placer))
+        return str(infeasible(self.result.timeline, self.result.placer, self.result.bound))
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -111,10 +111,9 @@ class PlanOutcome:
 
         row = comparison_json([self.result])
         return {
-            **{key: row[key] for key in ("model", "machine", "lower_bound_ns")},
+            **{key: row[key] for key in ("model", "machine")},
             **row["rows"][0],
             "seed": self.result.seed,
-            "gap": self.result.gap,
             "single_ns": best_single(self.session.problem).makespan_ns,
             "memory": memory_json(self.result.timeline),
             "notes": [*self.session.problem.notes, *self.result.notes],
@@ -185,8 +184,11 @@ class CompareOutcome:
             return ""
         if not self.results:
             return "No placer supports this problem."
-        closest = min(self.results, key=lambda r: sum(r.timeline.missing_bytes.values()))
-        return str(infeasible(closest.timeline, closest.placer))
+        closest = min(
+            self.results,  # a proof comes first
+            key=lambda r: (not r.bound.is_infeasible, sum(r.timeline.missing_bytes.values())),
+        )
+        return str(infeasible(closest.timeline, closest.placer, closest.bound))
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""

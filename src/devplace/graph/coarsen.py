@@ -90,7 +90,13 @@ def parameter_name(source_name: str, role: str) -> str:
     return source_name.partition("[")[2].removesuffix("]") or source_name
 
 
-def coarsen(graph: OpGraph, depth: int, by_micro_batch: bool = False, calls: int = 1) -> Coarsening:
+def coarsen(
+    graph: OpGraph,
+    depth: int,
+    by_micro_batch: bool = False,
+    calls: int = 1,
+    owner: list[str | None] | None = None,
+) -> Coarsening:
     """Classes of ops: module path cut to `depth` parts x main or side path.
 
     Args:
@@ -98,8 +104,9 @@ def coarsen(graph: OpGraph, depth: int, by_micro_batch: bool = False, calls: int
         depth: Parts of the module path that count.
         by_micro_batch: Tell micro-batches apart.
         calls: Cut the calls of a module (time steps of an unrolled cell) into this many runs.
+        owner: `side_owner(graph)`, if it is known.
     """
-    owner = side_owner(graph)
+    owner = side_owner(graph) if owner is None else owner
     most_calls: dict[str, int] = {}
     for op in graph.ops:
         most_calls[op.module] = max(most_calls.get(op.module, 0), op.call + 1)

@@ -9,6 +9,7 @@ from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
 from devplace.placers.even import Even, Topo
+from devplace.placers.exact import Exact
 from devplace.placers.expert import Expert
 from devplace.placers.greedy import Greedy
 from devplace.placers.heft import Heft
@@ -56,6 +57,7 @@ PLAIN: tuple[type[Placer], ...] = (
     MinCutRepaired,
     Random,
     Search,
+    Exact,
 )
 """Placers that do not learn; they need no torch."""
 ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
@@ -84,6 +86,7 @@ __all__ = [
     "Etf",
     "Evaluator",
     "Even",
+    "Exact",
     "Expert",
     "Greedy",
     "Heft",

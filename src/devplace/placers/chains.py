@@ -74,16 +74,17 @@ class _Chain:
         self._core, self._space, self._schedule = core, space, schedule
         self._random = SplitMix(seed)
         self._seconds, self._begin, self._now, self._tries = seconds, time.monotonic(), 0.0, 0
-        self._is_plain = bool((core.wires.streams == 1).all()) and not space.tracks_memory
         self._made = self._step = self._overflow = 0
         self._value = self._best_value = 0.0
-        self._is_fresh = False
         self._best: tuple[I32, I64, int, int]
         self._moved: list[tuple[int, int]] = []
         self._chain: list[int] = []
         bounds = space.class_ptr.tolist()
         members = space.class_groups.tolist()
         self._members = [members[a:b] for a, b in pairwise(bounds)]
+        self._tasks_of: list[list[int]] = [[] for _ in space.group_class]
+        for task, group in enumerate(space.task_group.tolist()):
+            self._tasks_of[group].append(task)
 
     def run(self, groups: I32, priority: I64 | None) -> tuple[I32, I64, int, int, int]:
         """Best groups, priorities, step time, bytes over limits; simulations made."""
@@ -103,7 +104,7 @@ class _Chain:
                 self._undo()
                 continue
             is_other = found != self._value
-            self._take(found)
+            self._value = found
             if self._value < self._best_value * (1 - 1e-6):
                 self._keep_best()
                 stale = 0
@@ -128,63 +129,44 @@ class _Chain:
         else:
             self._value, self._step, self._overflow = own
 
-    def _simulate(self, device: I32, priority: I64) -> float:
-        """Value of a placement."""
-        self._run = simulate_core(self._core, device, priority)
-        self._step, self._overflow, share = int(self._run.makespan_ns), 0, 0.0
-        if self._is_plain:
-            return float(self._step)
-        if self._space.tracks_memory:
-            limits = self._space.limit_bytes
-            over = np.maximum(self._run.peak_bytes - limits, 0).sum()
-            pools = np.maximum(self._run.pool_peak_bytes - self._space.pool_limit_bytes, 0).sum()
-            self._overflow = int(over + pools)
-            share = float(self._overflow) / float(max(1, int(limits.min())))
-        return float(self._step) * (1 + 2 * share + (0.05 if self._overflow > 0 else 0.0))
+    def _simulate(self, device: I32, priority: I64, bar: float = NEVER) -> float:
+        """Value of a placement, `NEVER` if its step alone is above the bar."""
+        run = simulate_core(self._core, device, priority)
+        step, share = int(run.makespan_ns), 0.0
+        if step > int(min(bar, 9e18)):
+            return NEVER
+        self._step, self._overflow = step, 0
+        if not self._space.tracks_memory:
+            return float(step)
+        limits = self._space.limit_bytes
+        over = np.maximum(run.peak_bytes - limits, 0).sum()
+        pools = np.maximum(run.pool_peak_bytes - self._space.pool_limit_bytes, 0).sum()
+        self._overflow = int(over + pools)
+        share = float(self._overflow) / float(max(1, int(limits.min())))
+        return float(step) * (1 + 2 * share + (0.05 if self._overflow > 0 else 0.0))
 
     def _evaluate(self, bar: float) -> float:
         self._made += 1
         device = self._device()
-        self._is_fresh = True
-        if self._is_plain:
-            self._is_fresh = self._random.uniform() < self._schedule.fresh_share
         self._held = self._priority
-        if self._is_fresh:
+        if self._random.uniform() < self._schedule.moves.fresh_share:
             self._priority = critical_path_priority(self._core, device)
-        value = self._simulate(device, self._priority)
-        return NEVER if self._is_plain and self._step > int(min(bar, 9e18)) else value
+        return self._simulate(device, self._priority, bar)
 
     def _undo(self) -> None:
         for group, old in reversed(self._moved):
             self._groups[group] = old
         self._priority = self._held
 
-    def _take(self, found: float) -> None:
-        self._value = found
-        if not self._is_plain:
-            return
-        self._made += 1
-        if self._is_fresh:
-            return
-        known, device, old = self._step, self._device(), self._priority
-        self._priority = critical_path_priority(self._core, device)
-        self._simulate(device, self._priority)
-        if self._step > known:
-            self._priority = old
-            self._simulate(device, old)
-        self._value = float(self._step)
-
     def _keep_best(self) -> None:
         self._best_value = self._value
-        overflow = 0 if self._is_plain else self._overflow
-        self._best = (self._groups.copy(), self._priority.copy(), self._step, overflow)
+        self._best = (self._groups.copy(), self._priority.copy(), self._step, self._overflow)
 
     def _refocus(self) -> None:
         """The critical path of the present state, and how likely each class is to move."""
         space, device = self._space, self._device()
-        if self._is_plain:
-            self._run = simulate_core(self._core, device, self._priority)
-            self._chain = critical_tasks(self._core, device, self._run)
+        run = simulate_core(self._core, device, self._priority)
+        self._chain = critical_tasks(self._core, device, run)
         count = len(space.class_weight)
         share, total = [0.0] * count, 0.0
         for task in self._chain:
@@ -216,37 +198,64 @@ class _Chain:
 
     def _move_some_class(self) -> None:
         number = self._some_class()
-        self._move_class(number, self._some_device())
+        is_beside = self._random.uniform() < self._schedule.moves.beside_share
+        self._move_class(number, self._device_beside(number) if is_beside else self._some_device())
 
     def _device_of_class(self, number: int) -> int:
         return int(self._groups[self._members[number][0]])
 
     def _propose(self) -> bool:
         """Change groups; whether anything came of it."""
-        random, count = self._random, len(self._members)
+        random, moves = self._random, self._schedule.moves
         self._moved = []
         kind = random.uniform()
-        if self._chain and random.uniform() < self._schedule.chain_share:
-            self._move_run()
-        elif kind < 0.2 and count > 1:
-            a, b = self._some_class(), self._some_class()
-            to_a, to_b = self._device_of_class(b), self._device_of_class(a)
-            if a != b:
-                self._move_class(a, to_a)
-                self._move_class(b, to_b)
-        elif kind < 0.3:
-            length = 2 + random.below(max(1, count // 4))
-            first = random.below(count)
-            target = self._some_device()
-            for number in range(first, min(count, first + length)):
-                self._move_class(number, target)
+        if self._chain and random.uniform() < self._schedule.critical_share:
+            self._move_critical()
+        elif kind < moves.swap_share:
+            self._swap_classes()
+        elif kind < moves.swap_share + moves.run_share:
+            self._move_classes_in_a_row()
         else:
             self._move_some_class()
-            if kind < 0.45:
+            if kind < moves.swap_share + moves.run_share + moves.pair_share:
                 self._move_some_class()
         return bool(self._moved)
 
-    def _move_run(self) -> None:
+    def _swap_classes(self) -> None:
+        a, b = self._some_class(), self._some_class()
+        to_a, to_b = self._device_of_class(b), self._device_of_class(a)
+        if a != b:
+            self._move_class(a, to_a)
+            self._move_class(b, to_b)
+
+    def _move_classes_in_a_row(self) -> None:
+        random, count = self._random, len(self._members)
+        length = 2 + random.below(max(1, count // 4))
+        first = random.below(count)
+        target = self._some_device()
+        for number in range(first, min(count, first + length)):
+            self._move_class(number, target)
+
+    def _device_beside(self, number: int) -> int:
+        """Where a task is that gives to, or takes from, a random task of this class."""
+        tasks = self._core.tasks
+        here = self._device_of_class(number)
+        for _ in range(4):
+            group = self._pick(self._members[number])
+            v = self._pick(self._tasks_of[group])
+            givers = tasks.carrier_maker[tasks.in_carrier[tasks.in_ptr[v] : tasks.in_ptr[v + 1]]]
+            first, last = tasks.cons_ptr[tasks.out_ptr[v]], tasks.cons_ptr[tasks.out_ptr[v + 1]]
+            others = [*givers.tolist(), *tasks.cons[first:last].tolist()]
+            if others:
+                there = int(self._groups[self._space.task_group[self._pick(others)]])
+                if there != here:
+                    return there
+        return self._some_device()
+
+    def _pick(self, numbers: list[int]) -> int:
+        return numbers[self._random.below(len(numbers))]
+
+    def _move_critical(self) -> None:
         """A run of the critical path goes to the device of its neighbour there, or to any."""
         random, chain, of = self._random, self._chain, self._space.task_group
         count = len(chain)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from devplace.placers.budget import Budget
 from devplace.placers.runners_up import RunnersUp, as_state, from_state
 from devplace.problem import Placement, Problem
 from devplace.simulator import make_kernel
+from devplace.simulator.in_order import simulate_in_order
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -63,6 +65,8 @@ class Evaluator:
         history: (evaluations, seconds, step_ns) whenever a better feasible placement was found.
         best: The best feasible placement simulated so far.
         runners_up: Good placements of other kinds; placers set its `heading`.
+        proved_ns: A step time that an exact placer proved no placement that fits can beat.
+        is_infeasible: Whether an exact placer proved that no placement fits.
     """
 
     def __init__(
@@ -81,9 +85,12 @@ class Evaluator:
         self.num_evaluations = 0
         self.history: list[tuple[int, float, int]] = []
         self.runners_up = RunnersUp()
+        self.proved_ns = 0
+        self.is_infeasible = False
         self.threads = threads or _usable_cores()
         self._started = time.monotonic()
         self._best: tuple[int, I32, I64 | None] | None = None  # step, devices, priorities of tasks
+        self._ordered: Placement | None = None  # the best, if it has an order of its own
         tasks, wires = problem.core.tasks, problem.core.wires
         self._limits, self._pool_limits = wires.limit_bytes, wires.pool_limit_bytes
         total = int(
@@ -119,13 +126,49 @@ class Evaluator:
             parts.append(self.num_evaluations / self.budget.evaluations)
         return min(1.0, max(parts))
 
+    @contextmanager
+    def limited_to(self, share: float) -> Iterator[None]:
+        """Let only this part of what is left of the budget be spent."""
+        whole = self.budget
+        seconds, most = whole.seconds, whole.evaluations
+        if seconds is not None:
+            now = self.seconds
+            seconds = max(1e-9, now + share * (seconds - now))
+        if most is not None:
+            most = max(1, self.num_evaluations + int(share * (most - self.num_evaluations)))
+        self.budget = Budget(seconds, most)
+        try:
+            yield
+        finally:
+            self.budget = whole
+
     def __call__(self, placement: Placement) -> Score:
         """Simulate one placement."""
+        if placement.order is not None:
+            return self._in_order(placement)
         priority = placement.priority
         if priority is not None:
             priority = self.problem.task_priority(priority)
         step, overflow = self.batch(self.problem.task_devices(placement)[None, :], priority)
         return Score(int(step[0]), int(overflow[0]))
+
+    def _in_order(self, placement: Placement) -> Score:
+        if self.exhausted:
+            return Score(np.iinfo(np.int64).max, np.iinfo(np.int64).max)
+        assert placement.order is not None
+        timeline = simulate_in_order(self.problem, placement, placement.order)
+        self.num_evaluations += 1
+        run, over = timeline.run, 0
+        for peaks, limits in (
+            (run.peak_bytes, self._limits),
+            (run.pool_peak_bytes, self._pool_limits),
+        ):
+            over += int(np.maximum(peaks - limits, 0).sum())
+        if over == 0 and (self._best is None or run.makespan_ns < self._best[0]):
+            self._best = (run.makespan_ns, timeline.task_devices, None)
+            self._ordered = placement
+            self.history.append((self.num_evaluations, self.seconds, run.makespan_ns))
+        return Score(run.makespan_ns, over)
 
     def batch(self, devices: I32, priorities: I64 | None = None) -> tuple[I64, I64]:
         """Simulate many placements of tasks; rows over the evaluation budget are not simulated.
@@ -194,6 +237,8 @@ class Evaluator:
         """The best feasible placement simulated so far, if there was one."""
         if self._best is None:
             return None
+        if self._ordered is not None:
+            return self._ordered
         return self._placement(self._best)
 
     def next_best(self, most: int) -> tuple[Placement, ...]:
@@ -249,6 +294,7 @@ class Evaluator:
             return
         kept = None if priority is None else priority.copy()
         self._best = (int(step[row]), devices[row].copy(), kept)
+        self._ordered = None
         self.history.append((self.num_evaluations, self.seconds, self._best[0]))
 
 

@@ -48,26 +48,51 @@ class Space:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """What chains try, in parts of all moves; what is left over moves one class.
+
+    Attributes:
+        swap_share: Two classes change places.
+        run_share: Classes that follow one another in the model all go to one device.
+        pair_share: Two classes move, each on its own.
+        beside_share: Part of the classes moved alone or in pairs that go to the device of a task
+            they exchange a tensor with; the others go to any.
+        critical_share: Part of the moves that shift runs of the critical path, at most; the first
+            levels have less.
+        fresh_share: Part of the moves that are judged with critical-path priorities of their own,
+            which takes a simulation from the start; the others with those of the placement before.
+    """
+
+    swap_share: float = 0.2
+    run_share: float = 0.1
+    pair_share: float = 0.15
+    beside_share: float = 0.5
+    critical_share: float = 0.9
+    fresh_share: float = 0.2
+
+
+MOVES = Moves()
+
+
+@dataclass(frozen=True)
 class Schedule:
     """How chains anneal.
 
     Attributes:
         heat: First temperature, as a part of the step time; it falls to exp(-6) of that.
-        chain_share: Part of the moves that shift runs of the critical path; the others shift
-            classes.
+        critical_share: Part of the moves that shift runs of the critical path.
         most_evaluations: Per chain.
         patience: Moves without improvement after which a chain ends.
         seconds: For all chains, s; 0: no limit.
-        fresh_share: Part of the moves that are judged with critical-path priorities of their own,
-            which takes a whole simulation; the others with those of the placement before.
+        moves: What the moves are.
     """
 
     heat: float
-    chain_share: float
+    critical_share: float
     most_evaluations: int
     patience: int
     seconds: float
-    fresh_share: float = 0.5
+    moves: Moves = MOVES
 
 
 class Explorer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from devplace.errors import InfeasibleError, InputError, ProblemError, did_you_mean
@@ -15,7 +15,8 @@ from devplace.placers.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
-from devplace.simulator.bounds import LowerBound, lower_bound
+from devplace.simulator.bounds import LowerBound, Status, lower_bound
+from devplace.simulator.needs import tightest
 from devplace.units import format_bytes
 
 OBJECTIVES = ("latency", "throughput")
@@ -76,7 +77,12 @@ class Result:
     @property
     def gap(self) -> float:
         """How far the step is above the lower bound: step / bound - 1."""
-        return self.step_ns / self.bound.step_ns - 1 if self.bound.step_ns else 0.0
+        return self.bound.gap(self.step_ns)
+
+    @property
+    def status(self) -> Status:
+        """`optimal`, `feasible`, `infeasible` (proved) or `unknown`: `LowerBound.status`."""
+        return self.bound.status(self.step_ns, self.is_feasible)
 
 
 def place(
@@ -152,8 +158,11 @@ def place(
         )
     found = search(problem, placer, budget, seed, progress, measure)
     placement, timeline = found.placement, found.timeline
+    bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
+    if found.is_infeasible and not bound.lack:
+        bound = replace(bound, lack="exact")
     if not timeline.is_feasible and not allow_infeasible:
-        raise infeasible(timeline, placer.name)
+        raise infeasible(timeline, placer.name, bound)
     made = made_for(problem, placer, seed, request)
     plan = make_plan(timeline, placement.priority, made, bound.step_ns)
     return Result(
@@ -181,13 +190,28 @@ def made_for(
     return {**made, **(request or {})}
 
 
-def infeasible(timeline: Timeline, placer: str) -> InfeasibleError:
-    """The error for a placement that does not fit: which limit, how much is missing, what helps."""
+def infeasible(timeline: Timeline, placer: str, bound: LowerBound | None = None) -> InfeasibleError:
+    """The error for a placement that does not fit: which limit, how much is missing, what helps,
+    and whether it is proved that nothing fits.
+
+    Args:
+        timeline: The nearest placement found.
+        placer: Name of the placer.
+        bound: Bounds of the problem, with what the placer proved.
+    """
+    if bound is not None and bound.lack not in ("", "exact"):
+        return _no_room(timeline.problem, bound)
     missing = timeline.missing_bytes
     worst = max(missing, key=lambda name: missing[name])
     need = _needed_bytes(timeline)[worst]
+    first = (
+        f"No placement can fit (proved by placer {placer}): in the nearest one"
+        if bound is not None and bound.is_infeasible
+        else f"Placer {placer} found no placement within the memory limits (whether there is one "
+        f"is unknown): in the nearest one"
+    )
     return InfeasibleError(
-        f"Placer {placer} found no placement within the memory limits: {worst} needs "
+        f"{first} {worst} needs "
         f"{format_bytes(need)}, {format_bytes(missing[worst])} more than its limit of "
         f"{format_bytes(need - missing[worst])}. {_remedy(timeline)}{_surely(timeline)}",
         missing,
@@ -236,15 +260,22 @@ def _nearest_single(problem: Problem) -> Timeline:
 def _no_room(problem: Problem, bound: LowerBound) -> InfeasibleError:
     nearest = _nearest_single(problem)
     lacking = bound.static_bytes - bound.capacity_bytes
-    if lacking <= 0:
-        why = "one op alone needs more memory than any device has"
+    if bound.lack == "op":
+        op, needed, room = tightest(problem)
+        why = (
+            f"op {problem.graph.ops[op].name!r} alone needs {format_bytes(needed)} with what it "
+            f"reads or what must sit with it, a device that may run it can hold "
+            f"{format_bytes(room)} at most"
+        )
+    elif bound.lack == "bound groups":
+        why = "what may only go to some of the devices needs more memory than these have"
     else:
         why = (
-            f"parameters and optimizer state alone need {format_bytes(bound.static_bytes)}, all "
-            f"usable devices together have {format_bytes(bound.capacity_bytes)}, "
-            f"{format_bytes(lacking)} too little"
+            f"parameters, optimizer state and inputs alone need "
+            f"{format_bytes(bound.static_bytes)}, all usable devices together have "
+            f"{format_bytes(bound.capacity_bytes)}, {format_bytes(lacking)} too little"
         )
     return InfeasibleError(
-        f"No placement can fit: {why}. {_remedy(nearest)}",
+        f"No placement can fit (proved): {why}. {_remedy(nearest)}",
         {"all devices": lacking} if lacking > 0 else nearest.missing_bytes,
     )

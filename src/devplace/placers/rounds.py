@@ -34,6 +34,8 @@ class Found:
         runners_up: The best other placements.
         is_interrupted: Whether Ctrl-C ended it.
         notes: What the user should know.
+        proved_ns: A step time that the placer proved no placement that fits can beat.
+        is_infeasible: Whether it proved that none fits.
     """
 
     placement: Placement
@@ -44,6 +46,8 @@ class Found:
     runners_up: tuple[Placement, ...]
     is_interrupted: bool
     notes: tuple[str, ...] = ()
+    proved_ns: int = 0
+    is_infeasible: bool = False
 
     @property
     def over_bytes(self) -> int:
@@ -91,6 +95,8 @@ def search(
         seconds=sum(found.seconds for found in rounds),
         history=tuple((n + spent, s + seconds, step) for n, s, step in best.history),
         notes=(_note(problem, room),),
+        proved_ns=rounds[0].proved_ns,  # the others had lower limits
+        is_infeasible=rounds[0].is_infeasible,
     )
 
 
@@ -100,7 +106,7 @@ def with_priority(problem: Problem, placement: Placement) -> Placement:
         return placement
     device = problem.task_devices(placement)
     priority = make_kernel(problem.core).priority(device)
-    return Placement(placement.devices, problem.op_priority(priority))
+    return Placement(placement.devices, problem.op_priority(priority), placement.order)
 
 
 def _search(
@@ -133,6 +139,8 @@ def _search(
         tuple(evaluate.history),
         evaluate.next_best(MOST_RUNNERS_UP),
         interrupted,
+        proved_ns=evaluate.proved_ns,
+        is_infeasible=evaluate.is_infeasible,
     )
 
 

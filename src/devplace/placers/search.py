@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.graph.coarsen import coarsen, max_depth
+from devplace.graph.coarsen import coarsen, max_depth, side_owner
+from devplace.placers.budget import Budget
 from devplace.placers.classes import Best, Classes, Incumbent, make_classes
 from devplace.placers.data_parallel import DataParallel
 from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.even import Topo, even_split, shares
-from devplace.placers.explore import UNLIMITED, Explorer, Schedule
+from devplace.placers.explore import MOVES, UNLIMITED, Explorer, Moves, Schedule
 from devplace.placers.greedy import Greedy
 from devplace.placers.groups import (
     accelerators,
@@ -26,11 +28,13 @@ from devplace.placers.groups import (
 from devplace.placers.heft import Heft
 from devplace.placers.layers import Layers
 from devplace.placers.modules import module_chain
+from devplace.placers.placer import Placer
 from devplace.placers.refine import improve_order, refine_placement
 from devplace.placers.single import all_on
 from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 # Moves of a native chain without improvement after which it ends.
@@ -38,6 +42,12 @@ PATIENCE = 20_000
 MOST_CHAINS = 16
 LEAST_PER_CHAIN = 1000
 HEAT_OF_CLASSES = 0.4
+# What HEFT and ETF together take per task and device (a core of a server CPU), s, and the part of
+# the time that they may take.
+LIST_S_PER_PAIR = 25e-6
+LIST_PART = 0.3
+# Placements (times orders) times tasks up to which all are tried: about a second.
+MOST_TRIED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,17 @@ class Search:
         width: Chains of annealing; under a budget of time as many as there are threads, up to 16.
         coarse: Classes on the coarsest level, at most (if module paths allow).
         fine: Classes on the finest level, at most.
-        exact: Problems with at most this many placements are solved by trying them all.
-        heat: First temperature as a part of the step time.
+        exact: Problems with at most this many placements are solved by trying them all; tiny ones
+            (`MOST_TRIED`) with more.
+        heat: First temperature as a part of the step time; 0: only what is no worse is accepted.
+        moves: What the chains try.
+        structural: Whether classes come from the structure of the model; else they are ops that
+            follow one another in the graph.
+        levels: Levels of classes, at most: 1 is the coarsest alone.
+        heuristics: Whether even and greedy splits and list schedulers are tried first; else only
+            single devices.
+        improves_order: Whether the order is improved beyond critical-path priorities.
+        refines: Whether single ops on the critical path are moved at the end.
         start: A placement to start from, such as `plan.as_placement()`; the result is never worse.
     """
 
@@ -64,6 +83,12 @@ class Search:
     fine: int = 1500
     heat: float = 0.005
     exact: int = 4096
+    moves: Moves = MOVES
+    structural: bool = True
+    levels: int = 99
+    heuristics: bool = True
+    improves_order: bool = True
+    refines: bool = True
     start: Placement | None = None
 
     def supports(self, problem: Problem) -> str:
@@ -79,7 +104,7 @@ class Search:
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
-        self._exhaust(incumbent)
+        self._exhaust(incumbent, rng)
         fast = accelerators(problem)
         everything = list(problem.usable_devices)
         devices = fast if starts[0].overflow_bytes == 0 else everything
@@ -111,10 +136,11 @@ class Search:
             where: list[int],
             until: float,
             heat: float,
-            chain_share: float,
+            critical: float,
         ) -> list[Best]:
             most = UNLIMITED if limited else 40 * PATIENCE
-            schedule = Schedule(heat, chain_share, most, PATIENCE, 0.0)
+            share = critical * self.moves.critical_share
+            schedule = Schedule(heat, share, most, PATIENCE, 0.0, self.moves)
             found = explorer.run(level, begins, where, until, schedule)
             incumbent.offer(found[0])
             return found
@@ -122,6 +148,7 @@ class Search:
         evaluate.runners_up.heading = "start"
         begins = [starts[0]] * max(1, chains - 1) + starts[1:2]
         heat = max(self.heat, HEAT_OF_CLASSES / levels[0].count)  # the fewer, the dearer each move
+        heat = heat if self.heat else 0.0
         found = run(levels[0], begins, devices, 0.4, heat, 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
@@ -131,13 +158,15 @@ class Search:
         while not evaluate.exhausted:
             before = evaluate.num_evaluations
             spent = evaluate.fraction_spent
-            improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
+            if self.improves_order:
+                improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
             level = levels[int(rng.integers(len(levels)))]
             heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
-            share = float(rng.choice([0.0, 0.3, 0.9]))
+            critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
-            run(level, [incumbent.best], everything, min(1.0, until), heat, share)
-            refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
+            run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
+            if self.refines:
+                refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             if not limited or evaluate.num_evaluations == before:
                 break
 
@@ -168,6 +197,8 @@ class Search:
             keep(self.start, "start")
         for device in problem.usable_devices:
             keep(all_on(problem, device), "single")
+        if not self.heuristics:
+            return sorted(found, key=lambda best: best.key)
         chain, devices = module_chain(problem), accelerators(problem)
         weight = mean_duration_ns(problem)
         for count in range(2, len(devices) + 1):
@@ -175,34 +206,50 @@ class Search:
                 keep(even_split(problem, chain, devices[:count]), "even")
                 wish = np.array(devices, np.int32)[shares(weight, count)]
                 keep(Placement(op_devices(problem, by_vote(problem, wish, weight))), "topo")
-        for placer in (Layers(), DataParallel(), Greedy(), Topo(), Heft(), Etf()):
+        quick: tuple[Placer, ...] = (Layers(), DataParallel(), Greedy(), Topo())
+        slow = (Heft(), Etf()) if _can_list(problem, evaluate.budget) else ()
+        for placer in (*quick, *slow):
             if not evaluate.exhausted and not placer.supports(problem):
                 keep(placer(problem, evaluate, rng), placer.name)
         return sorted(found, key=lambda best: best.key)
 
-    def _exhaust(self, incumbent: Incumbent) -> None:
-        """Try every placement of a small problem; the order is left to what follows."""
+    def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> None:
+        """Try every placement of a small problem, and of a tiny one with many orders."""
+        evaluate, tasks = incumbent.evaluate, incumbent.problem.core.tasks
         choices = [np.flatnonzero(row).tolist() for row in incumbent.problem.allowed]
         count = math.prod(len(options) for options in choices)
-        left = incumbent.evaluate.budget.evaluations or count
-        if count > min(self.exact, left):
+        left = evaluate.budget.evaluations or count
+        tiny = MOST_TRIED // max(1, tasks.num_tasks)
+        if count > min(max(self.exact, tiny), left):
             return
-        every = itertools.product(*choices)
-        while rows := list(itertools.islice(every, 64)):
-            incumbent.try_all(np.array(rows, np.int32))
-            if incumbent.evaluate.exhausted:
+        every = np.array(list(itertools.product(*choices)), np.int32)
+        for first in range(0, count, 64):
+            incumbent.try_all(every[first : first + 64])
+            if evaluate.exhausted:
+                return
+        orders = min(tiny // count, (left - evaluate.num_evaluations) // (2 * count))
+        for order in _orders(np.flatnonzero(tasks.is_source == 0), orders, rng):
+            priority = np.zeros(tasks.num_tasks, np.int64)
+            priority[order] = np.arange(len(order), 0, -1)
+            incumbent.try_all(every, priority)
+            if evaluate.exhausted:
                 return
 
     def _levels(self, problem: Problem) -> list[Classes]:
         """Classes from coarse to fine; levels that add nothing are left out."""
+        if not self.structural:
+            sizes = [self.coarse * 4**k for k in range(self.levels)]
+            sizes = [size for size in sizes if size <= min(self.fine, len(problem.graph.ops))]
+            return [_blocks(problem, size) for size in sizes or [self.coarse]]
         graph, time = problem.graph, mean_duration_ns(problem)
-        deepest = max_depth(graph)
+        deepest, owner = max_depth(graph), side_owner(graph)
         kinds = [(depth, False, 1) for depth in range(1, deepest + 1)]
         kinds += [(deepest, True, 1), (deepest, True, 2), (deepest, True, 4), (deepest, True, 8)]
         kinds += [(deepest, True, 16), (deepest, True, 32)]
         levels: list[Classes] = []
         for depth, by_micro_batch, calls in kinds:
-            level = make_classes(problem, coarsen(graph, depth, by_micro_batch, calls).of_op, time)
+            of_op = coarsen(graph, depth, by_micro_batch, calls, owner).of_op
+            level = make_classes(problem, of_op, time)
             if level.count > self.fine:
                 break
             if levels and (level.count <= levels[0].count or level.count <= self.coarse):
@@ -210,14 +257,38 @@ class Search:
             if not levels or level.count > 1.2 * levels[-1].count:
                 levels.append(level)
         if not levels:
-            per_group = np.arange(len(graph.ops), dtype=np.int32)
-            blocks = (per_group * self.fine // len(graph.ops)).astype(np.int32)
-            levels.append(make_classes(problem, blocks, time))
+            levels.append(_blocks(problem, self.fine))
         if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
             per_group = np.zeros(len(graph.ops), np.int32)
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
             levels.append(make_classes(problem, per_group, time))
-        return levels
+        return levels[: self.levels]
+
+
+def _can_list(problem: Problem, budget: Budget) -> bool:
+    """Whether list schedulers, which are plain Python, leave most of the time to the search."""
+    if budget.seconds is None:
+        return True
+    pairs = problem.core.tasks.num_tasks * len(problem.machine.devices)
+    return pairs * LIST_S_PER_PAIR <= LIST_PART * budget.seconds
+
+
+def _blocks(problem: Problem, count: int) -> Classes:
+    """Classes of ops that follow one another in the graph."""
+    total = len(problem.graph.ops)
+    of_op = (np.arange(total, dtype=np.int64) * count // total).astype(np.int32)
+    return make_classes(problem, of_op, mean_duration_ns(problem))
+
+
+def _orders(work: I64, most: int, rng: np.random.Generator) -> Iterator[I64]:
+    """All orders of tasks, or this many random ones."""
+    if len(work) < 2 or most < 1:
+        return
+    if len(work) <= 7 and math.factorial(len(work)) <= most:
+        yield from (np.array(row) for row in itertools.permutations(work))
+        return
+    for _ in range(most):
+        yield rng.permutation(work)
 
 
 def _first_task_of_group(problem: Problem) -> I32:

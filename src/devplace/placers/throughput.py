@@ -98,7 +98,7 @@ def place_throughput(
     placement = rounds.with_priority(problem, Placement(problem.expand(found.device)))
     timeline = simulate(problem, placement)
     if not timeline.is_feasible and not allow_infeasible:
-        raise infeasible(timeline, placer.name)
+        raise infeasible(timeline, placer.name, bound)
     made = made_for(problem, placer, seed, request) | {"objective": "throughput"}
     loads = tuple(int(x) for x in found.loads_ns)
     plan = make_plan(timeline, placement.priority, made, bound.step_ns, max_load_ns=max(loads))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """A device for every op, and optionally a priority.
+    """A device for every op, and optionally a priority or an order.
 
     Attributes:
         devices: Index of each op's device in `machine.devices`. int32, shape `[V]`. Views and
@@ -18,10 +18,14 @@ class Placement:
         priority: Among ready ops of one device the one with the largest value runs first, ties
             by op index. int64, shape `[V]`. None: length of the longest path to the end of the
             step under this placement (critical-path priority).
+        order: Per device the indices of its ops, in order (no sources, no views): each op waits
+            for its turn, even when the device is free. None: ready ops start by priority. On a
+            device with several streams an order is only a priority.
     """
 
     devices: NDArray[np.int32]
     priority: NDArray[np.int64] | None = None
+    order: tuple[tuple[int, ...], ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):
@@ -29,6 +33,7 @@ class Placement:
         same_rule = (self.priority is None) == (other.priority is None)
         return (
             same_rule
+            and self.order == other.order
             and np.array_equal(self.devices, other.devices)
             and (
                 self.priority is None

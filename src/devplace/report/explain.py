@@ -15,7 +15,7 @@ from devplace.problem.problem import matches
 from devplace.report.fallback import Fallback, fallbacks
 from devplace.report.limits import Limits, find_limits, limits_text
 from devplace.simulator import Timeline
-from devplace.simulator.bounds import LowerBound
+from devplace.simulator.bounds import LowerBound, Status, lower_bound
 from devplace.units import format_bytes, format_time
 
 FORMAT = "devplace explanation"
@@ -70,6 +70,8 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model, machine: Names.
         step_ns: Predicted step time.
         lower_bound_ns: No plan can be faster.
+        gap: step / lower bound - 1.
+        status: `optimal`, `feasible`, `infeasible` or `unknown` (`LowerBound.status`).
         limits: What the step's time is made of.
         text: What limits the step, in words.
         parameter_bytes: Bytes of parameters, buffers and optimizer state that cross links every
@@ -84,6 +86,8 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: str
     step_ns: int
     lower_bound_ns: int
+    gap: float
+    status: Status
     limits: Limits
     text: str
     parameter_bytes: int
@@ -133,9 +137,10 @@ def explain(timeline: Timeline, bound: LowerBound | None = None) -> Explanation:
     Complexity: O(V + E), 0.3 s for 16,000 ops, most of it for the bounds.
     """
     problem = timeline.problem
+    bound = bound or lower_bound(problem)
     limits = find_limits(timeline, bound)
     crossing = parameter_bytes(timeline)
-    text = limits_text(timeline, limits)
+    text = f"{limits_text(timeline, limits)} {_status_text(timeline, bound)}"
     if crossing:
         text += f" {format_bytes(crossing)} of parameters cross links every step."
     return Explanation(
@@ -145,12 +150,25 @@ def explain(timeline: Timeline, bound: LowerBound | None = None) -> Explanation:
         machine=problem.machine.name,
         step_ns=timeline.makespan_ns,
         lower_bound_ns=limits.lower_bound_ns,
+        gap=bound.gap(timeline.makespan_ns),
+        status=bound.status(timeline.makespan_ns, timeline.is_feasible),
         limits=limits,
         text=text,
         parameter_bytes=crossing,
         warnings=fallbacks(timeline, limits.single_ns),
         modules=module_rows(timeline),
     )
+
+
+def _status_text(timeline: Timeline, bound: LowerBound) -> str:
+    status = bound.status(timeline.makespan_ns, timeline.is_feasible)
+    gap = bound.gap(timeline.makespan_ns)
+    return {
+        "optimal": "Status: optimal (proved: the step meets the lower bound).",
+        "feasible": f"Status: feasible, {gap:.1%} above the lower bound.",
+        "infeasible": "Status: infeasible (proved: no plan fits).",
+        "unknown": "Status: unknown: this plan does not fit; whether any does is open.",
+    }[status]
 
 
 def parameter_bytes(timeline: Timeline) -> int:

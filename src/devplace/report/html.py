@@ -16,7 +16,7 @@ from devplace.report.chrome_trace import Span, lanes, planned_rows
 from devplace.report.explain import explain
 from devplace.report.memory import CATEGORIES, memory_rows
 from devplace.report.summary import best_single, devices_in_use, missing_text, plan_summary
-from devplace.report.table import Skipped
+from devplace.report.table import Skipped, gap_text
 from devplace.simulator import Timeline
 from devplace.units import format_bytes, format_time
 
@@ -83,7 +83,9 @@ def _comparison_rows(results: Sequence[Result | Skipped], single: Timeline) -> l
     rows: list[dict[str, Any]] = []
     for row in results:
         if isinstance(row, Skipped):
-            blank = dict.fromkeys(("step", "speed_up", "moved", "evaluations", "seconds"), "-")
+            blank = dict.fromkeys(
+                ("step", "speed_up", "gap", "moved", "evaluations", "seconds"), "-"
+            )
             reason = row.reason or missing_text(row.missing_bytes)
             rows.append(
                 {**blank, "placer": row.placer, "best": False, "peaks": "", "reason": reason}
@@ -102,6 +104,7 @@ def _comparison_rows(results: Sequence[Result | Skipped], single: Timeline) -> l
                 "best": row.is_feasible and row.step_ns == min(steps),
                 "step": format_time(row.step_ns),
                 "speed_up": f"{single.makespan_ns / max(1, row.step_ns):.2f}x",
+                "gap": gap_text(row),
                 "peaks": ", ".join(peaks),
                 "moved": format_bytes(timeline.transfer_bytes),
                 "evaluations": f"{row.evaluations:,}",

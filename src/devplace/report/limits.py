@@ -26,7 +26,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             more than a quarter of the step the critical path waits for links. `load`: the
             busiest device has hardly a pause. `critical path`: ops that wait for one another.
         lower_bound_ns: No plan can be faster.
-        chain_ns: Longest chain of ops, each on its fastest device, transfers free.
+        chain_ns: Longest chain of ops, with what must cross links (`critical_path_ns`).
         load_ns: All work shared out perfectly.
         single_ns: Best step on one device.
         single_fits: Whether that is within its memory limit.

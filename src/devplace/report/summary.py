@@ -33,6 +33,14 @@ def missing_text(missing_bytes: dict[str, int]) -> str:
     return ", ".join(f"{name} lacks {format_bytes(n)}" for name, n in missing_bytes.items())
 
 
+_STATUS_TEXT = {
+    "optimal": "optimal: proved, no plan that fits is faster under these costs",
+    "feasible": "feasible: it fits; a faster plan may exist",
+    "infeasible": "infeasible: proved, no plan fits",
+    "unknown": "unknown: it does not fit; whether any plan does is open",
+}
+
+
 @dataclass(frozen=True)
 class Idle:
     """A device waiting for its next op.
@@ -132,6 +140,7 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
             "lower bound",
             f"{format_time(result.bound.step_ns)}; the step is {_gap_text(result.gap)}",
         ),
+        ("status", _STATUS_TEXT[result.status]),
     ]
     if isinstance(result, ThroughputResult):
         lines = load_rows(result, single)
@@ -159,6 +168,10 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
 
 
 def _gap_text(gap: float) -> str:
+    if gap < 0:
+        return f"{-gap:.1%} below it, which only plans that do not fit can be"
+    if not gap:
+        return "as long"
     return f"{gap:.1%} above it" if gap < 1 else f"{1 + gap:.1f}x as long"
 
 

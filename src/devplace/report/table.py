@@ -66,7 +66,7 @@ def comparison_table(
     """
     problem = _problem_of(results, problem)
     found = [r for r in results if isinstance(r, Result)]
-    bound = bound or (found[0].bound if found else lower_bound(problem))
+    bound = _best_bound(found) or bound or lower_bound(problem)
     single = single or best_single(problem)
     unit = _unit(max((int(r.timeline.peak_bytes.max()) for r in found), default=0))
     title = f"{problem.graph.name} on {problem.machine.name}"
@@ -77,7 +77,8 @@ def comparison_table(
         table.add_column("max load", justify="right", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
-    table.add_column(f"peak memory, {unit}", overflow="fold", min_width=18)
+    table.add_column("gap", justify="right", no_wrap=True)
+    table.add_column(f"peak memory, {unit}", overflow="fold", min_width=15)
     for name in ("moved", "evals", "seconds") if not loads else ("moved", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     best = min((r.value_ns for r in found if r.is_feasible), default=-1)
@@ -85,7 +86,7 @@ def comparison_table(
         if isinstance(row, Skipped):
             reason = Text(_skip_text(row))
             blank = ["-"] * (3 - bool(loads))
-            before = ["-"] * (2 + bool(loads))
+            before = ["-"] * (3 + bool(loads))
             table.add_row(Text(row.placer), *before, reason, *blank)
         else:
             style = "bold" if row.is_feasible and row.value_ns == best else ""
@@ -93,7 +94,7 @@ def comparison_table(
     table.add_section()
     least = max((r.load_bound_ns for r in loads), default=bound.step_ns)
     times = [format_time(least)] * bool(loads) + [format_time(bound.step_ns)]
-    table.add_row("lower bound", *times, _ratio(single.makespan_ns, least), _bound_text(bound))
+    table.add_row("lower bound", *times, _ratio(single.makespan_ns, least), "", _bound_text(bound))
     if not single.is_feasible:
         table.caption = Text(
             f"Speed-up is over one device without its memory limit: {_lacks(single)}."
@@ -115,7 +116,7 @@ def comparison_json(
     """
     problem = _problem_of(results, problem)
     found = [r for r in results if isinstance(r, Result)]
-    bound = bound or (found[0].bound if found else lower_bound(problem))
+    bound = _best_bound(found) or bound or lower_bound(problem)
     return {
         "model": problem.graph.name,
         "machine": problem.machine.name,
@@ -188,6 +189,19 @@ def _problem_of(results: Sequence[Result | Skipped], problem: Problem | None) ->
     return problem
 
 
+def _best_bound(found: Sequence[Result]) -> LowerBound | None:
+    """The largest bound that any of the placers knew."""
+    bounds = [result.bound for result in found]
+    return max(bounds, key=lambda b: (b.is_infeasible, b.step_ns)) if bounds else None
+
+
+def gap_text(result: Result) -> str:
+    """How far a plan is above its lower bound, or in a word what else is known of it."""
+    if result.status != "feasible":
+        return result.status
+    return f"{result.gap:.1%}" if result.gap < 0.1 else f"{result.gap:.0%}"
+
+
 def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
     timeline = result.timeline
     memory = _peaks(timeline, unit)
@@ -198,6 +212,7 @@ def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
         *([Text(format_time(result.value_ns))] if result.objective == "throughput" else []),
         Text(format_time(result.step_ns)),
         Text(_ratio(single.makespan_ns, result.value_ns)),
+        Text(gap_text(result)),
         Text(memory),
         Text(format_bytes(timeline.transfer_bytes)),
         *([] if result.objective == "throughput" else [Text(f"{result.evaluations:,}")]),
@@ -261,6 +276,7 @@ def _bound_text(bound: LowerBound) -> str:
 def _json_row(row: Result | Skipped) -> dict[str, Any]:
     if isinstance(row, Skipped):
         empty: dict[str, Any] = {"placer": row.placer, "step_ns": None, "feasible": False}
+        empty |= {"status": "unknown", "gap": None, "lower_bound_ns": None}
         empty |= {"peak_bytes": {}, "transfer_bytes": None, "evaluations": None, "seconds": None}
         if row.missing_bytes:
             empty["missing_bytes"] = row.missing_bytes
@@ -271,6 +287,9 @@ def _json_row(row: Result | Skipped) -> dict[str, Any]:
         "placer": row.placer,
         "step_ns": row.step_ns,
         "feasible": row.is_feasible,
+        "status": row.status,
+        "gap": row.gap if row.is_feasible else None,
+        "lower_bound_ns": row.bound.step_ns,
         "peak_bytes": dict(zip(names, map(int, timeline.peak_bytes), strict=True)),
         "transfer_bytes": timeline.transfer_bytes,
         "evaluations": row.evaluations,

@@ -2,7 +2,8 @@
 
 from devplace.simulator.kernel import SimulatorKernel, make_kernel, native_module
 from devplace.simulator.reference import CoreTimeline
-from devplace.simulator.timeline import Timeline, Transfer, simulate
+from devplace.simulator.step import simulate
+from devplace.simulator.timeline import Timeline, Transfer
 
 __all__ = [
     "CoreTimeline",

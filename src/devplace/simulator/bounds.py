@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem import Problem
+from devplace.simulator.loads import dual_weights, memory_load, window_bound
+from devplace.simulator.needs import Needs, least_needs
+from devplace.simulator.paths import NEVER, Paths, communication_paths
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
-_ROUNDS = 150
-_CUTS = 24
+Bools = NDArray[np.bool_]
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+Lack = Literal["", "static", "op", "bound groups", "exact"]
+# Assumed step times; fewer for large graphs, on which each takes long and gains little.
+_HALVINGS = 2
+_HALVED_TASKS = 50_000
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Lower bounds on the step time, and on memory.
+    """Lower bounds on the step time of placements that fit, and on memory.
 
     Attributes:
-        critical_path_ns: Longest chain of ops, each on its fastest allowed device, transfers free.
+        critical_path_ns: Longest chain of ops, each on the allowed device that is best for it;
+            what must cross a link, or wait for another op of its device, is counted.
         load_ns: Work shared out perfectly over all devices, each op in the best possible mix.
-        combined_ns: Best of `head + load of the ops in between + tail` over cuts of the graph;
-            never below the two others.
-        static_bytes: Bytes that must be somewhere during the whole step (parameters, state).
+        combined_ns: Best of `head + load of the ops in between + tail` over cuts of the graph,
+            of work where memory forces it to be spread, and of both where some devices are too
+            slow for some ops; never below the two others.
+        static_bytes: Bytes that must be somewhere when the step begins (parameters, state, inputs).
         capacity_bytes: Memory of all usable devices together.
-        is_infeasible: Proof that no placement fits.
+        lack: Why it is proved that no placement fits: `static` (all devices together are too
+            small), `op` (an op or group fits nowhere), `bound groups` (groups that may only go to
+            some devices are too much for these), `exact` (a placer proved it); else empty.
+        proved_ns: What an exact placer proved on top of that.
     """
 
     critical_path_ns: int
@@ -34,132 +47,137 @@ class LowerBound:
     combined_ns: int
     static_bytes: int
     capacity_bytes: int
-    is_infeasible: bool
+    lack: Lack = ""
+    proved_ns: int = 0
 
     @property
     def step_ns(self) -> int:
         """The largest of the time bounds."""
-        return max(self.critical_path_ns, self.load_ns, self.combined_ns)
+        return max(self.critical_path_ns, self.load_ns, self.combined_ns, self.proved_ns)
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether it is proved that no placement fits."""
+        return bool(self.lack)
+
+    def gap(self, step_ns: int) -> float:
+        """How far a step is above the bound: step / bound - 1."""
+        return step_ns / self.step_ns - 1 if self.step_ns else 0.0
+
+    def status(self, step_ns: int, fits: bool) -> Status:
+        """What is known of a plan with this step time, under the costs of the problem.
+
+        `optimal`: it fits, and no plan that fits is faster (proved: the step meets the bound).
+        `feasible`: it fits; a faster one may exist. `infeasible`: it does not fit, and proved is
+        that nothing does. `unknown`: it does not fit, and whether anything does is open.
+        """
+        if fits:
+            return "optimal" if step_ns <= self.step_ns else "feasible"
+        return "infeasible" if self.is_infeasible else "unknown"
 
 
 def lower_bound(problem: Problem) -> LowerBound:
-    """Bounds from critical path, load, and their best combination.
+    """Bounds from paths, load, memory, and their combinations.
 
-    The load bound is the Lagrangian dual of fractional assignment: for any weights `w_d >= 0` with
-    sum 1, `sum_v min_d w_d p[v, d] / streams_d` is a lower bound on the largest load; weights are
-    improved by multiplicative updates. The combination uses that ops with a head of at least `h`
-    (longest path before them) and a tail of at least `q` (longest path after them) all run inside
-    a window of `step - h - q`.
+    Devices on which an op, or its group, cannot fit are left out. Then a step of some length is
+    assumed, and ops are taken off devices where they would make it longer; if the bounds of what is
+    left still exceed it, no step is that short. The best such length is found by halving.
 
-    Complexity: O(150 N D + 24 N log N) with numpy, about 0.3 s for 25,000 ops and 8 devices.
+    Complexity: O(K^2 E + 600 N K) with numpy; 0.4 s for 12,000 tasks and 5 devices, about 6
+        seconds for 200,000. `K` is kinds of devices, at most 4.
     """
-    tasks, wires = problem.core.tasks, problem.core.wires
-    usable = list(problem.usable_devices)  # a weight on any other would weaken the bound
-    allowed = problem.allowed[tasks.group][:, usable]
-    duration = np.where(allowed, wires.duration_ns[:, usable], np.iinfo(np.int64).max)
-    shortest = duration.min(axis=1)
-    head, tail = _heads(problem, shortest), _tails(problem, shortest)
-    path = int((head + shortest + tail).max(initial=0))
-    share = duration / wires.streams[None, usable]
-    weights = _dual_weights(share)
-    work = (share * weights[None, :]).min(axis=1)
-    static = int(tasks.storage_bytes[_is_permanent(problem)].sum())
-    capacity = _capacity(problem)
+    needs = least_needs(problem)
+    lack = needs.lack
+    allowed = problem.allowed if lack else needs.allowed
+    if not problem.core.tasks.num_tasks:
+        return LowerBound(0, 0, 0, needs.total_bytes, needs.capacity_bytes, lack)
+    paths = communication_paths(problem, allowed)
+    shares = _Shares(problem, allowed, paths, needs)
+    load = shares.load()
+    best = max(paths.longest_ns, load, shares.bound(NEVER, bool(lack)))
     return LowerBound(
-        critical_path_ns=path,
-        load_ns=_round_up(work.sum()),
-        combined_ns=max(path, _combine(head, tail, work)),
-        static_bytes=static,
-        capacity_bytes=capacity,
-        is_infeasible=static > capacity or _one_op_too_large(problem),
+        critical_path_ns=paths.longest_ns,
+        load_ns=load,
+        combined_ns=shares.raise_bound(best, bool(lack)),
+        static_bytes=needs.total_bytes,
+        capacity_bytes=needs.capacity_bytes,
+        lack=lack,
     )
 
 
-def _heads(problem: Problem, shortest: I64) -> I64:
-    tasks = problem.core.tasks
-    head = np.zeros(tasks.num_tasks, np.int64)
-    in_ptr, makers = tasks.in_ptr.tolist(), tasks.carrier_maker[tasks.in_carrier].tolist()
-    ends, length = head.tolist(), shortest.tolist()
-    for v in range(tasks.num_tasks):
-        begin = max((ends[u] for u in makers[in_ptr[v] : in_ptr[v + 1]]), default=0)
-        head[v] = begin
-        ends[v] = begin + length[v]
-    return head
+class _Shares:
+    """Work of tasks and of groups on every kind of device, as far as a step's length allows."""
+
+    def __init__(self, problem: Problem, allowed: Bools, paths: Paths, needs: Needs) -> None:
+        tasks, kinds = problem.core.tasks, paths.kinds
+        count = len(kinds.streams)
+        self._needs, self._group, self._streams = needs, tasks.group, kinds.streams
+        self._allowed = np.zeros((tasks.num_groups, count), bool)
+        self._room = np.zeros(count)
+        most = np.zeros(count)
+        for d in problem.usable_devices:
+            k = kinds.of_device[d]
+            self._allowed[:, k] |= allowed[:, d]
+            self._room[k] += needs.room_bytes[d]
+            most[k] = max(most[k], problem.core.wires.streams[d])
+        self._most_streams = most
+        self._duration = np.ascontiguousarray(kinds.duration_ns.T)
+        self._time = self._duration.astype(np.float64)
+        self._through = (paths.head_ns + paths.tail_ns).T + self._duration
+        self._head, self._tail = paths.head_ns.min(axis=0), paths.tail_ns.min(axis=0)
+        columns = [np.bincount(tasks.group, column, tasks.num_groups) for column in self._time.T]
+        self._group_time = np.stack(columns, axis=1)
+
+    def load(self) -> int:
+        """The load of all groups."""
+        share = np.where(self._allowed, self._group_time / self._streams[None, :], np.inf)
+        share = _finite(share)
+        return _round_up(float((share * dual_weights(share)[None, :]).min(axis=1).sum()))
+
+    def bound(self, step_ns: int, is_lacking: bool) -> int:
+        """A lower bound for steps of at most `step_ns`; `NEVER` if there is none."""
+        allowed = self._fitting(step_ns)
+        if not allowed.any(axis=1).all():
+            return NEVER
+        streams = self._streams[None, :]
+        by_task = _finite(np.where(allowed[self._group], self._time / streams, np.inf))
+        best = window_bound(self._head, self._tail, by_task, self._streams)
+        if not is_lacking:
+            time = np.where(allowed, self._group_time, np.inf)
+            held = self._needs.static_bytes
+            best = max(best, memory_load(time, self._streams, held, self._room))
+        return _round_up(best)
+
+    def raise_bound(self, best: int, is_lacking: bool) -> int:
+        """The largest step time found too short by its own bound."""
+        low, high = best, 2 * best
+        if np.array_equal(self._fitting(low), self._fitting(NEVER)):
+            return low
+        for _ in range(min(_HALVINGS, _HALVED_TASKS // len(self._head))):
+            middle = (low + high) // 2
+            if self.bound(middle, is_lacking) > middle:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _fitting(self, step_ns: int) -> Bools:
+        """Devices on which a group makes no step longer than that. `[G, D]`"""
+        allowed = self._allowed & (self._group_time <= float(step_ns) * self._most_streams[None, :])
+        task, kind = np.nonzero(self._through > step_ns)
+        allowed[self._group[task], kind] = False
+        return allowed
 
 
-def _tails(problem: Problem, shortest: I64) -> I64:
-    tasks = problem.core.tasks
-    cons_ptr, cons = tasks.cons_ptr.tolist(), tasks.cons.tolist()
-    out_ptr, length = tasks.out_ptr.tolist(), shortest.tolist()
-    tail = [0] * tasks.num_tasks
-    for v in range(tasks.num_tasks - 1, -1, -1):
-        readers = cons[cons_ptr[out_ptr[v]] : cons_ptr[out_ptr[v + 1]]]
-        tail[v] = max((tail[c] + length[c] for c in readers), default=0)
-    return np.array(tail, np.int64)
-
-
-def _dual_weights(share: F64) -> F64:
-    """Weights that make the load bound large; any weights are valid."""
-    count = share.shape[1]
-    weights = np.full(count, 1 / count)
-    best, best_value = weights, -1.0
-    for round_ in range(_ROUNDS):
-        cost = share * weights[None, :]
-        choice = cost.argmin(axis=1)
-        value = float(cost.min(axis=1).sum())
-        if value > best_value:
-            best, best_value = weights, value
-        load = np.bincount(choice, share[np.arange(len(share)), choice], count)
-        top = load.max(initial=0)
-        if top <= 0:
-            break
-        step = 2.0 / (round_ + 4) * load / top
-        # exp(step) to second order: exp itself rounds differently on different processors
-        weights = weights * (1 + step + step * step / 2)
-        weights = weights / weights.sum()
-    return best
-
-
-def _combine(head: I64, tail: I64, work: F64) -> int:
-    best = 0.0
-    levels = np.linspace(0, 1, _CUTS)
-    for low in np.unique(np.quantile(head, levels, method="nearest")) if len(head) else ():
-        inside = head >= low
-        tails, works = tail[inside], work[inside]
-        order = np.argsort(tails, kind="stable")[::-1]  # equal tails alike on every machine
-        total = np.cumsum(works[order])
-        best = max(best, float((total + tails[order]).max() + low))
-    return _round_up(best)
+def _finite(share: F64) -> F64:
+    """Large numbers for devices that are not allowed: infinity times a weight of 0 is no number."""
+    rows = share.copy()
+    finite = np.isfinite(rows)
+    most = float(rows[finite].sum()) + 1.0 if finite.any() else 1.0
+    rows[~finite] = most * 1e6
+    return rows
 
 
 def _round_up(value: float) -> int:
     """Smallest integer not clearly below `value`: floating sums may be a hair too large."""
     return int(np.ceil(value * (1 - 1e-12) - 1e-6))
-
-
-def _is_permanent(problem: Problem) -> NDArray[np.bool_]:
-    """Storages that are there when the step begins: sources that are replaced, unless nothing
-    reads their old value."""
-    tasks = problem.core.tasks
-    owner = tasks.storage_maker
-    is_kept = (np.diff(tasks.out_ptr)[owner] > 0) | (tasks.storage_held > 0)
-    return tasks.is_source[owner].astype(bool) & is_kept
-
-
-def _capacity(problem: Problem) -> int:
-    wires = problem.core.wires
-    total, pools = 0, wires.pool_limit_bytes.astype(object).copy()
-    per_pool = [0] * len(pools)
-    for d in problem.usable_devices:
-        if wires.pool[d] < 0:
-            total += int(wires.limit_bytes[d])
-        else:
-            per_pool[wires.pool[d]] += int(wires.limit_bytes[d])
-    return total + sum(min(int(a), b) for a, b in zip(pools, per_pool, strict=True))
-
-
-def _one_op_too_large(problem: Problem) -> bool:
-    tasks, wires = problem.core.tasks, problem.core.wires
-    largest = max((int(wires.limit_bytes[d]) for d in problem.usable_devices), default=0)
-    sizes = np.where(tasks.is_source > 0, 0, tasks.made_bytes + tasks.workspace_bytes)
-    return bool(len(sizes) and int(sizes.max()) > largest)

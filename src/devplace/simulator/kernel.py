@@ -162,7 +162,7 @@ class NativeKernel:
             Step times, the largest integer for moves given up; and tasks simulated over all.
 
         Raises:
-            ValueError: A device has several streams.
+            ValueError: A task or a device out of range.
         """
         sizes = [len(tasks) for tasks, _ in moves]
         tasks = np.concatenate([tasks for tasks, _ in moves]).astype(np.int32)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from devplace.problem import Placement, Problem
 from devplace.simulator.critical import critical_tasks, device_orders
 from devplace.simulator.gaps import gap_bytes
-from devplace.simulator.kernel import SimulatorKernel, make_kernel
+from devplace.simulator.kernel import SimulatorKernel
 from devplace.simulator.reference import CoreTimeline
 from devplace.units import format_bytes, format_time
 
@@ -132,29 +132,6 @@ class Timeline:
         core = self.problem.core
         chain = critical_tasks(core, self.task_devices, self.run)
         return [int(core.tasks.task_op[task]) for task in reversed(chain)]
-
-
-def simulate(
-    problem: Problem, placement: Placement, kernel: SimulatorKernel | None = None
-) -> Timeline:
-    """Simulate one step of `placement`.
-
-    Never raises on an over-full device: `Timeline.missing_bytes` tells by how much.
-
-    Args:
-        problem: What is placed.
-        placement: Device per op and, optionally, priorities.
-        kernel: Simulator to use; the fastest at hand by default.
-
-    Raises:
-        ProblemError: The placement does not fit the problem's ops or devices.
-
-    Complexity: O((N + E) log N), about 1 ms for 10,000 ops with the native simulator.
-    """
-    kernel = kernel or make_kernel(problem.core)
-    device = problem.task_devices(placement)
-    priority = priorities(problem, placement, device, kernel)
-    return expand(problem, device, kernel.trace(device, priority))
 
 
 def priorities(problem: Problem, placement: Placement, device: I32, kernel: SimulatorKernel) -> I64:

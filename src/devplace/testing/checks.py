@@ -65,7 +65,10 @@ def _check_one(placer: Placer, problem: Problem, evaluations: int, seed: int, wh
     step = simulate(problem, first).makespan_ns
     _demand(result.step_ns == step, f"{who}: reported {result.step_ns} ns, simulated {step} ns")
     bound = lower_bound(problem).step_ns
-    _demand(step >= bound, f"{who}: step of {step} ns is below the lower bound of {bound} ns")
+    _demand(
+        not result.is_feasible or step >= bound,
+        f"{who}: step of {step} ns is below the lower bound of {bound} ns",
+    )
 
 
 def _run(placer: Placer, problem: Problem, evaluations: int, seed: int) -> tuple[Placement, int]:

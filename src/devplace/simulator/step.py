@@ -1,0 +1,34 @@
+"""Simulate a placement, whichever way its order is given."""
+
+from __future__ import annotations
+
+from devplace.problem import Placement, Problem
+from devplace.simulator.in_order import simulate_in_order
+from devplace.simulator.kernel import SimulatorKernel, make_kernel
+from devplace.simulator.timeline import Timeline, expand, priorities
+
+
+def simulate(
+    problem: Problem, placement: Placement, kernel: SimulatorKernel | None = None
+) -> Timeline:
+    """Simulate one step of `placement`.
+
+    Never raises on an over-full device: `Timeline.missing_bytes` tells by how much.
+
+    Args:
+        problem: What is placed.
+        placement: Device per op and, optionally, priorities or an order.
+        kernel: Simulator to use; the fastest at hand by default. An order is simulated by the
+            fastest in any case.
+
+    Raises:
+        ProblemError: The placement does not fit the problem's ops or devices.
+
+    Complexity: O((N + E) log N), about 1 ms for 10,000 ops with the native simulator.
+    """
+    if placement.order is not None:
+        return simulate_in_order(problem, placement, placement.order)
+    kernel = kernel or make_kernel(problem.core)
+    device = problem.task_devices(placement)
+    priority = priorities(problem, placement, device, kernel)
+    return expand(problem, device, kernel.trace(device, priority))
