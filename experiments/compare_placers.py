@@ -1,9 +1,9 @@
-"""All workloads at full size on several machines, with every placer, on one budget.
+"""All workloads at full size on several machines, one budget, with placers that do not learn.
 
 Writes docs/results/compare_placers.json; tables are made from it by `tables.py`. The budget counts
 simulations, so that results do not depend on the speed of the computer. Placers without randomness
 run once; one that does not support a problem has a row with the reason. Run:
-`python experiments/compare_placers.py [--budget 4000ev] [--seeds 3] [--placers all]`.
+`python experiments/compare_placers.py [--budget 4000ev] [--seeds 3] [--placers a,b]`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
 
 MACHINES = ("k40x2", "k40x4", "k40x8", "h100x4")
-SEEDED = ("random", "search")
+SEEDED = ("random", "search", *placers.LEARNING)
 
 
 def rows(name: str, kinds: list[placers.Placer], budget: str, seeds: int) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--budget", default="4000ev")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workloads", default=",".join(workloads.NAMES))
-    parser.add_argument("--placers", default=",".join(kind().name for kind in placers.ALL))
+    parser.add_argument("--placers", default=",".join(kind().name for kind in placers.PLAIN))
     options = parser.parse_args()
     kinds = [placers.by_name(placer) for placer in options.placers.split(",")]
     data: dict[str, Any] = {"provenance": provenance(), "budget": options.budget, "rows": []}

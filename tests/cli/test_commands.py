@@ -191,6 +191,22 @@ def test_a_plan_is_explained(folder: Path) -> None:
     assert "<canvas" in (folder / "page.html").read_text()
 
 
+def test_placers_that_learn_write_curves_and_resume(folder: Path) -> None:
+    """--log-dir has curves and a checkpoint; --resume goes on; others refuse the folder."""
+    options = ("plan", "mlp.py:build", "--machine", "cpux2", "--json")
+    learning = (*options, "--placer", "post", "--log-dir", "runs")
+    first = devplace(*learning, "--budget", "40ev", cwd=folder)
+    assert first.returncode == 0, first.stderr
+    (curves,) = (folder / "runs").glob("post-*/curves.csv")
+    assert len(curves.read_text().splitlines()) == 3
+    again = devplace(*learning, "--budget", "80ev", "--resume", cwd=folder)
+    assert json.loads(again.stdout)["evaluations"] == 80
+    assert len(curves.read_text().splitlines()) == 5
+    done = devplace(*options, "--placer", "single", "--log-dir", "runs", cwd=folder)
+    refused(done, 2, "single does not learn", "post-ce")
+    refused(devplace(*options, "--placer", "post", "--resume", cwd=folder), 2, "log_dir")
+
+
 def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     """With one device too small, its row says what lacks; nothing fitting anywhere is exit 3."""
     options = ("compare", "mlp.py:build", "--machine", "k40x2", "--placers", "single,even")

@@ -94,7 +94,8 @@ def solver(instance: Instance, name: str) -> Solver:
 def solvers_of(instance: Instance) -> dict[str, Solver]:
     """Solvers by name."""
     if isinstance(instance, DataflowInstance):
-        return {placer().name: _placer(placer().name) for placer in placers.ALL}
+        names = [*(placer().name for placer in placers.PLAIN), *placers.LEARNING]
+        return {name: _placer(name) for name in names}
     if isinstance(instance, LoadInstance):
         simple_ones: dict[str, Solver] = {
             "single": lambda instance, effort: simple.single(instance),

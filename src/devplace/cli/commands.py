@@ -82,10 +82,26 @@ def _problem_options(command: F) -> F:
     return command
 
 
+def _learning_options(command: F) -> F:
+    options = [
+        click.option(
+            "--log-dir",
+            type=click.Path(path_type=Path),
+            help="Curves and checkpoints of placers that learn.",
+        ),
+        click.option(
+            "--resume", is_flag=True, help="Go on from the checkpoint that --log-dir has."
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def _outputs(values: dict[str, Any]) -> Outputs:
     from devplace.cli.planning import Outputs
 
-    return Outputs(values["output"], values["html"])
+    return Outputs(values["output"], values["html"], values["log_dir"], values["resume"])
 
 
 def _request(values: dict[str, Any]) -> Request:
@@ -142,6 +158,7 @@ def probe(output: Path | None, as_json: bool) -> None:
 @click.option(
     "--confirm", is_flag=True, help="Run the best few plans here and take the fastest measured."
 )
+@_learning_options
 def plan(**values: Any) -> None:
     """Plan one training step of MODEL (a workload, or file.py:function), or the inference step in
     an .onnx or .pt2 file."""
@@ -160,9 +177,16 @@ def plan(**values: Any) -> None:
 
 @devplace.command()
 @_problem_options
-@click.option("--placers", default="all", show_default=True, metavar="a,b,...|all")
+@click.option(
+    "--placers",
+    default="plain",
+    show_default=True,
+    metavar="a,b,...|plain|all",
+    help="plain: all but those that learn, which take longer.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best plan here.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")
+@_learning_options
 def compare(**values: Any) -> None:
     """Plan MODEL with several placers on the same budget, and compare them."""
     from devplace.cli import planning

@@ -31,10 +31,13 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write: the plan as JSON, and a page with the timeline."""
+    """Files to write: the plan as JSON, a page with the timeline, a folder for curves and
+    checkpoints of placers that learn; with `resume` they go on from there."""
 
     plan: Path | None = None
     html: Path | None = None
+    log_dir: Path | None = None
+    resume: bool = False
 
     def check(self, request: Request) -> None:
         """A path that cannot or must not be written is told before the search, not after."""
@@ -47,6 +50,14 @@ class Outputs:
                 refuse_overwriting(path, request.files())
         if self.plan is not None and self.html is not None:
             refuse_overwriting(self.html, [self.plan])
+
+    def logged(self, placer: Placer) -> Placer:
+        """The placer, with the folder if it learns."""
+        if placer.name not in placers.LEARNING or (self.log_dir is None and not self.resume):
+            return placer
+        training = placers.TrainingOptions(log_dir=self.log_dir, resume=self.resume)
+        changed: Placer = replace(placer, training=training)  # type: ignore[type-var]
+        return changed
 
     def write(self, result: Result, rows: Sequence[Result | Skipped] = ()) -> None:
         """Write what was asked for; a plan only if it fits."""
@@ -64,6 +75,8 @@ class Outputs:
             lines.append(f"Plan of {result.placer} written to {self.plan}")
         if self.html is not None:
             lines.append(f"Page written to {self.html}")
+        if self.log_dir is not None:
+            lines.append(f"Curves and checkpoints written to {self.log_dir}")
         return lines
 
 
@@ -211,7 +224,12 @@ def plan(
     confirms: bool = False,
 ) -> PlanOutcome:
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
-    placer, limits = placers.by_name(placer_name), Budget.parse(budget)
+    placer, limits = outputs.logged(placers.by_name(placer_name)), Budget.parse(budget)
+    if (outputs.log_dir is not None or outputs.resume) and placer_name not in placers.LEARNING:
+        raise InputError(
+            f"Placer {placer_name} does not learn and has no curves: leave out --log-dir and "
+            f"--resume. Those that learn: {', '.join(placers.LEARNING)}."
+        )
     outputs.check(request)
     if confirms and request.objective != "latency":
         raise InputError(
@@ -265,7 +283,7 @@ def compare(
     request: Request, names: str, budget: str, seed: int, outputs: Outputs
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
-    chosen = _choose(names, request.objective)
+    chosen = [outputs.logged(placer) for placer in _choose(names, request.objective)]
     limits = Budget.parse(budget)
     outputs.check(request)
     session = open_session(request)
@@ -310,12 +328,14 @@ def _place(
 
 
 def _choose(names: str, objective: str) -> list[Placer]:
+    more = placers.ONLY_THROUGHPUT if objective == "throughput" else ()
+    if names.strip() == "plain":
+        return [placer() for placer in (*placers.PLAIN, *more)]
     if names.strip() == "all":
-        more = placers.ONLY_THROUGHPUT if objective == "throughput" else ()
         return [placer() for placer in (*placers.ALL, *more)]
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not wanted:
-        raise InputError("--placers must name at least one placer, or be 'all'.")
+        raise InputError("--placers must name at least one placer, or be 'plain' or 'all'.")
     return [placers.by_name(name) for name in wanted]
 
 

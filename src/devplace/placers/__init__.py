@@ -1,4 +1,7 @@
-"""Who decides where ops go. A new placer is one file and one line in `ALL`."""
+"""Who decides where ops go. A new placer is one file and one line in `PLAIN` or `LEARNING`."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from devplace.placers.budget import Budget
 from devplace.placers.contiguous import Contiguous
@@ -25,7 +28,14 @@ from devplace.placers.search import Search
 from devplace.placers.single import Cpu, Single
 from devplace.placers.throughput import ThroughputResult
 
-ALL: tuple[type[Placer], ...] = (
+if TYPE_CHECKING:
+    from devplace.placers.rl.colocrl import ColocRl
+    from devplace.placers.rl.options import TrainingOptions
+    from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
+
+    ALL: tuple[type[Placer], ...]
+
+PLAIN: tuple[type[Placer], ...] = (
     Single,
     Cpu,
     Even,
@@ -49,14 +59,27 @@ ALL: tuple[type[Placer], ...] = (
     Search,
     Exact,
 )
+"""Placers that do not learn; they need no torch."""
 ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
 """Placers that make sense for the objective `throughput` only; `by_name` knows them too."""
 
+# Name -> module in `rl` and class of the placers that learn; loaded when first used.
+LEARNING = {
+    "colocrl": ("colocrl", "ColocRl"),
+    "post": ("post", "Post"),
+    "post-ce": ("post", "PostCe"),
+    "post-ppo": ("post", "PostPpo"),
+    "post-pg": ("post", "PostPg"),
+}
+
 __all__ = [
     "ALL",
+    "LEARNING",
     "OBJECTIVES",
     "ONLY_THROUGHPUT",
+    "PLAIN",
     "Budget",
+    "ColocRl",
     "Contiguous",
     "Cpu",
     "DataParallel",
@@ -76,6 +99,10 @@ __all__ = [
     "MinCutRepaired",
     "PipeDream",
     "Placer",
+    "Post",
+    "PostCe",
+    "PostPg",
+    "PostPpo",
     "Random",
     "Result",
     "Score",
@@ -85,6 +112,7 @@ __all__ = [
     "Single",
     "ThroughputResult",
     "Topo",
+    "TrainingOptions",
     "by_name",
     "place",
 ]
@@ -98,9 +126,32 @@ def by_name(name: str) -> Placer:
     """
     from devplace.errors import InputError, did_you_mean
 
-    known = {placer().name: placer for placer in (*ALL, *ONLY_THROUGHPUT)}
+    known = {placer().name: placer for placer in (*PLAIN, *ONLY_THROUGHPUT)}
+    if name in LEARNING:
+        return _learning(name)()
     if name not in known:
+        names = [*known, *LEARNING]
         raise InputError(
-            f"Unknown placer {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+            f"Unknown placer {name!r}.{did_you_mean(name, names)} Known: {', '.join(names)}."
         )
     return known[name]()
+
+
+def _learning(name: str) -> type[Placer]:
+    """The class of a placer that learns; loads torch."""
+    module, cls = LEARNING[name]
+    found: type[Placer] = getattr(import_module(f"devplace.placers.rl.{module}"), cls)
+    return found
+
+
+if not TYPE_CHECKING:  # a misspelt name is an error to type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name == "ALL":
+            return (*PLAIN, *(_learning(learning) for learning in LEARNING))
+        if name == "TrainingOptions":
+            return import_module("devplace.placers.rl.options").TrainingOptions
+        for learning, (_, cls) in LEARNING.items():
+            if name == cls:
+                return _learning(learning)
+        raise AttributeError(f"module 'devplace.placers' has no attribute {name!r}")

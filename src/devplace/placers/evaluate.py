@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.errors import InputError
 from devplace.placers import chains
 from devplace.placers.budget import Budget
-from devplace.placers.runners_up import RunnersUp
+from devplace.placers.runners_up import RunnersUp, as_state, from_state
 from devplace.problem import Placement, Problem
 from devplace.simulator import make_kernel
 from devplace.simulator.in_order import simulate_in_order
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+Measure = Callable[[Placement], int | None]
+"""Runs a placement: its step time in ns, or None if it failed."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Score:
 class Evaluator:
     """Simulates placements and counts them; remembers the best.
 
+    Args:
+        threads: Threads that simulate a batch; by default as many as there are usable cores.
+        progress: Called with the part of the budget spent.
+        measure: Takes the place of simulated step times. It is called for placements within the
+            memory limits only; one that fails when it runs counts as a byte over the limits.
+
     Attributes:
         problem: What is placed.
         budget: What may be spent.
@@ -66,8 +75,10 @@ class Evaluator:
         budget: Budget,
         threads: int | None = None,
         progress: Callable[[float], None] | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self._progress = progress
+        self._measure = measure
         self.problem = problem
         self.budget = budget
         self.kernel: Any = make_kernel(problem.core)
@@ -186,6 +197,8 @@ class Evaluator:
         step[:count] = scores.makespan_ns
         overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
         overflow[:count] += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
+        if self._measure is not None:
+            self._run(self._measure, step[:count], overflow[:count], devices, rows)
         self._remember(step[:count], overflow[:count], devices, rows)
         if self._progress is not None:
             self._progress(self.fraction_spent)
@@ -200,6 +213,11 @@ class Evaluator:
             Per chain: devices of groups `[G]`, priorities of tasks `[N]`, step time, bytes over
             the limits.
         """
+        if self._measure is not None:
+            raise InputError(
+                "A search that anneals cannot use measured step times: its moves are simulated. "
+                "Use a placer that learns, or measure its best plans with confirm()."
+            )
         if hasattr(self.kernel, "anneal"):
             found = self.kernel.anneal(space, settings, starts, priorities, seeds, self.threads)
         else:
@@ -227,6 +245,37 @@ class Evaluator:
         """The best feasible placements that are not `best` and differ from each other in kind."""
         found = self.runners_up.distinct(self._best, most)
         return tuple(self._placement(entry) for entry in found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent and found, for checkpoints: plain lists and numbers."""
+        return {
+            "num_evaluations": self.num_evaluations,
+            "seconds": self.seconds,
+            "history": list(self.history),
+            "best": None if self._best is None else as_state(self._best),
+            "runners_up": self.runners_up.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict` of another evaluator of the same problem."""
+        self.num_evaluations = state["num_evaluations"]
+        self._started = time.monotonic() - state["seconds"]
+        self.history = [(int(n), float(s), int(step)) for n, s, step in state["history"]]
+        self._best = None if state["best"] is None else from_state(state["best"])
+        self.runners_up.load_state_dict(state["runners_up"])
+
+    def _run(
+        self, measure: Measure, step: I64, overflow: I64, devices: I32, priorities: I64 | None
+    ) -> None:
+        """Put measured times in place of simulated ones; changes `step` and `overflow`."""
+        own = priorities is not None and priorities.ndim == 2
+        for row in np.flatnonzero(overflow == 0):
+            priority = priorities[row] if own and priorities is not None else priorities
+            found = measure(self._placement((0, devices[row], priority)))
+            if found is None:
+                overflow[row] = 1
+            else:
+                step[row] = found
 
     def _placement(self, entry: tuple[int, I32, I64 | None]) -> Placement:
         _, device, priority = entry

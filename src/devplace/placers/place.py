@@ -8,6 +8,7 @@ from typing import Any
 
 from devplace.errors import InfeasibleError, InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
+from devplace.placers.evaluate import Measure
 from devplace.placers.placer import Placer
 from devplace.placers.rounds import search
 from devplace.placers.single import all_on
@@ -95,6 +96,7 @@ def place(
     allow_infeasible: bool = False,
     bound: LowerBound | None = None,
     progress: Callable[[float], None] | None = None,
+    measure: Measure | None = None,
 ) -> Result:
     """Place `problem` with `placer`.
 
@@ -113,6 +115,9 @@ def place(
         allow_infeasible: Return the best placement even if it breaks a memory limit.
         bound: Lower bounds, if already known.
         progress: Called with the part of the budget spent so far, 0 to 1.
+        measure: Runs a placement and gives its step time in ns, or None if it failed; the placer
+            then learns from these times instead of simulated ones, and `history` holds them. The
+            result's own step time is simulated in any case.
 
     Ctrl-C ends the placer; if it had found something, that is returned.
 
@@ -143,10 +148,15 @@ def place(
     if objective == "throughput":
         from devplace.placers.throughput import place_throughput
 
+        if measure is not None:
+            raise InputError(
+                "A measurement times one step and cannot stand for the largest load: leave out "
+                "measure, or use objective='latency'."
+            )
         return place_throughput(
             problem, placer, budget, seed, bound, request, allow_infeasible, progress
         )
-    found = search(problem, placer, budget, seed, progress)
+    found = search(problem, placer, budget, seed, progress, measure)
     placement, timeline = found.placement, found.timeline
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
     if found.is_infeasible and not bound.lack:

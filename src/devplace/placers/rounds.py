@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.evaluate import Evaluator, Measure
 from devplace.placers.placer import Placer
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, make_kernel, simulate
@@ -61,6 +61,7 @@ def search(
     budget: Budget,
     seed: int,
     progress: Callable[[float], None] | None = None,
+    measure: Measure | None = None,
 ) -> Found:
     """Let `placer` place `problem`; again, with lower limits, where only gaps are too much.
 
@@ -70,7 +71,7 @@ def search(
     under limits lowered by the gaps; if need be once more, with the largest gap kept free on every
     GPU, as the same ops may have gone to another one.
     """
-    rounds = [_search(problem, problem, placer, budget, seed, progress)]
+    rounds = [_search(problem, problem, placer, budget, seed, progress, measure)]
     if budget.seconds is not None:
         budget = replace(budget, seconds=budget.seconds / 2)
     room = np.zeros(len(problem.machine.devices), np.int64)
@@ -80,7 +81,9 @@ def search(
         room = np.maximum(room, rounds[-1].timeline.gap_bytes)
         if len(rounds) == MOST_ROUNDS - 1:
             room[problem.core.wires.fixed_buffers.astype(bool)] = room.max()
-        rounds.append(_search(_lowered(problem, room), problem, placer, budget, seed, None))
+        rounds.append(
+            _search(_lowered(problem, room), problem, placer, budget, seed, None, measure)
+        )
     best = min(rounds, key=lambda found: (found.over_bytes, found.timeline.makespan_ns))
     if len(rounds) == 1:
         return best
@@ -113,8 +116,9 @@ def _search(
     budget: Budget,
     seed: int,
     progress: Callable[[float], None] | None,
+    measure: Measure | None,
 ) -> Found:
-    evaluate = Evaluator(narrowed, budget, progress=progress)
+    evaluate = Evaluator(narrowed, budget, progress=progress, measure=measure)
     interrupted = False
     try:
         placement = placer(narrowed, evaluate, np.random.default_rng(seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,3 +53,26 @@ class RunnersUp:
                 taken.append(entry[1])
                 count += 1
                 yield entry
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: plain lists and numbers."""
+        found = [(*key, as_state(entry)) for key, entry in self._best.items()]
+        return {"heading": self.heading, "best": found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From `state_dict`."""
+        self.heading = state["heading"]
+        self._best = {(heading, n): from_state(entry) for heading, n, entry in state["best"]}
+
+
+def as_state(entry: Entry) -> list[Any]:
+    """An entry as plain lists and numbers."""
+    step, devices, priority = entry
+    return [step, devices.tolist(), None if priority is None else priority.tolist()]
+
+
+def from_state(state: list[Any]) -> Entry:
+    """From `as_state`."""
+    step, devices, priority = state
+    kept = None if priority is None else np.array(priority, np.int64)
+    return int(step), np.array(devices, np.int32), kept

@@ -1,0 +1,233 @@
+"""What every system does around its updates: seeds, curves, checkpoints, resuming, early stop."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from devplace.errors import InputError
+from devplace.graph.serialize import fingerprint as graph_fingerprint
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.rl.curves import Curves
+from devplace.placers.rl.environment import Environment, Outcome
+from devplace.placers.rl.options import TrainingOptions
+from devplace.problem import Problem
+
+CHECKPOINT = "checkpoint.pt"
+
+
+class Training:
+    """One run of a system: use as `with Training(...) as training`.
+
+    Inside, torch computes on one thread (small networks gain nothing from more, and sums do not
+    depend on the number of cores) and its global random state is left alone.
+
+    Args:
+        placer: The system, a frozen dataclass with a field `training: TrainingOptions`.
+        environment: Where placements are scored.
+        rng: The run's random numbers.
+
+    Attributes:
+        generator: Of all sampling, on the CPU.
+        rng: The run's numpy random numbers; its state is in checkpoints too.
+        device: Where networks live.
+        options: The placer's training options.
+    """
+
+    def __init__(self, placer: Any, environment: Environment, rng: np.random.Generator) -> None:
+        self.options: TrainingOptions = placer.training
+        self.environment = environment
+        self.evaluate: Evaluator = environment.evaluate
+        self.rng = rng
+        self._id = run_id(placer, environment.problem, rng)
+        self._seed = int(rng.integers(2**63 - 1))
+        self.generator = torch.Generator().manual_seed(self._seed)
+        self.device = _device(self.options.device)
+        self.is_resumed = False
+        self._name = placer.name
+        self._parts: dict[str, Any] = {}
+        self._curves: Curves | None = None
+        self._saved_at = 0
+        self._threads = 0
+        self._updates = 0
+
+    def __enter__(self) -> Training:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._save()
+        if self._curves is not None:
+            self._curves.close()
+        torch.set_num_threads(self._threads)
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Build networks inside: their first weights depend on the run's seed only."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            yield
+
+    def track(self, **parts: Any) -> None:
+        """Name what a checkpoint must hold: anything with `state_dict` and `load_state_dict`.
+
+        Where the run is resumed, they get back the state of its last checkpoint here.
+        """
+        self._parts = parts
+        if self.options.log_dir is None:
+            return
+        folder = self.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"Cannot write curves and checkpoints to {folder}: {error.strerror}. Give another "
+                f"folder."
+            ) from error
+        kept = 0
+        if self.options.resume and (folder / CHECKPOINT).exists():
+            kept = self._load(folder / CHECKPOINT)
+        self._curves = Curves(folder, kept)
+
+    @property
+    def folder(self) -> Path:
+        """Where this run's files go; runs that differ in anything but the budget differ in it."""
+        assert self.options.log_dir is not None
+        return Path(self.options.log_dir) / f"{self._name}-{self._id}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the budget is spent, or nothing better has come for `options.stall` evaluations,
+        or `options.most` evaluations were made without any limit."""
+        evaluate, budget = self.evaluate, self.evaluate.budget
+        if evaluate.exhausted:
+            return True
+        if budget.seconds is None and budget.evaluations is None:
+            return evaluate.num_evaluations >= self.options.most
+        stall = self.options.stall
+        last = evaluate.history[-1][0] if evaluate.history else 0
+        return stall is not None and evaluate.num_evaluations - last >= stall
+
+    def log(self, outcome: Outcome, **metrics: float | None) -> None:
+        """Write a row of the curves, and a checkpoint when it is time.
+
+        Call it at the end of an update, with all that was scored since the last call. Columns:
+        evaluations and seconds spent; best step so far and mean of these that fit, ns; share of
+        them that failed; share as good as the best so far, which tells how certain the policy is.
+
+        Args:
+            outcome: Placements scored.
+            metrics: Such as entropy, kl, baseline, loss; the same names in each call.
+        """
+        self._updates += 1
+        if self._curves is None:
+            return
+        best = self.environment.best_key
+        fits = outcome.step_ns[~outcome.failed]
+        self._curves.add(
+            {
+                "evaluations": self.evaluate.num_evaluations,
+                "seconds": round(self.evaluate.seconds, 3),
+                "best_ns": None if best is None or best[0] else best[1],
+                "mean_ns": round(float(fits.mean())) if len(fits) else None,
+                "failure_rate": float(outcome.failed.mean()),
+                "best_share": float(_equals(outcome, best).mean()),
+                **metrics,
+            }
+        )
+        if self.evaluate.num_evaluations - self._saved_at >= self.options.checkpoint_every:
+            self._save()
+
+    def _save(self) -> None:
+        """Write a checkpoint in one go: after a kill the old one or the new one is there."""
+        if self._curves is None:
+            return
+        self._saved_at = self.evaluate.num_evaluations
+        state = {
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "evaluate": self.evaluate.state_dict(),
+            "environment": self.environment.state_dict(),
+            "generator": self.generator.get_state(),
+            "rng": self.rng.bit_generator.state,
+            "rows": self._curves.rows,
+            "updates": self._updates,
+        }
+        path = self.folder / CHECKPOINT
+        torch.save(state, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def _load(self, path: Path) -> int:
+        """Take over a checkpoint; gives the rows of its curves."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        self.evaluate.load_state_dict(state["evaluate"])
+        self.environment.load_state_dict(state["environment"])
+        self.generator.set_state(state["generator"].cpu())
+        self.rng.bit_generator.state = state["rng"]
+        self._saved_at, self._updates = self.evaluate.num_evaluations, state["updates"]
+        self.is_resumed = True
+        return int(state["rows"])
+
+    @property
+    def updates(self) -> int:
+        """Calls of `log` so far, those before a resume included."""
+        return self._updates
+
+
+class Values(SimpleNamespace):
+    """Named numbers, lists and tensors with a `state_dict`, for what is no module: `track` it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return dict(self.__dict__)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From `state_dict`."""
+        self.__dict__.update(state)
+
+
+def _equals(outcome: Outcome, best: tuple[int, int] | None) -> NDArray[np.bool_]:
+    """Which placements are as good as the best so far. `[B]`"""
+    overflow, step = best or (0, 0)
+    found: NDArray[np.bool_] = (outcome.overflow_bytes == overflow) & (outcome.step_ns == step)
+    return found
+
+
+def run_id(placer: Any, problem: Problem, rng: np.random.Generator) -> str:
+    """Text that changes with hyper-parameters, problem and seed; budget and logging do not."""
+    found = hashlib.sha256(repr(replace(placer, training=TrainingOptions())).encode())
+    found.update(graph_fingerprint(problem.graph).encode())
+    wires = problem.core.wires
+    for array in (wires.duration_ns, wires.transfer_ns, wires.limit_bytes, problem.allowed):
+        found.update(array.tobytes())
+    found.update(repr((problem.machine, rng.bit_generator.state)).encode())
+    return found.hexdigest()[:12]
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(wanted)
+    except RuntimeError as error:
+        raise InputError(
+            f"A device for training must be auto, cpu or cuda, got {wanted!r}."
+        ) from error
