@@ -30,6 +30,7 @@ from devplace.placers.throughput import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl
+    from devplace.placers.rl.learned import Learned
     from devplace.placers.rl.options import TrainingOptions
     from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
 
@@ -66,6 +67,7 @@ ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
 # Name -> module in `rl` and class of the placers that learn; loaded when first used.
 LEARNING = {
     "colocrl": ("colocrl", "ColocRl"),
+    "learned": ("learned", "Learned"),
     "post": ("post", "Post"),
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
@@ -91,6 +93,7 @@ __all__ = [
     "Greedy",
     "Heft",
     "Layers",
+    "Learned",
     "MEtf",
     "MSct",
     "MTopo",
