@@ -13,6 +13,8 @@ from devplace.placers.rl.policies import masked, sample
 from devplace.placers.rl.scene import GROUP_FEATURES, PAIR_FEATURES, QUEUE, TRAFFIC, Scene
 
 I64 = NDArray[np.int64]
+LIMIT = 3.0
+"""Scores stay within plus or minus this, so that no device is ruled out before it was tried."""
 
 
 class PairPolicy(nn.Module):
@@ -66,7 +68,7 @@ class PairPolicy(nn.Module):
         """
         rows = groups.unsqueeze(-2).expand(*pairs.shape[:-1], -1)
         scores = self.score(torch.cat([rows, pairs], -1)) + self.rule(pairs)
-        return masked(scores.squeeze(-1) + own, may)
+        return masked(softly_bounded(scores.squeeze(-1)) + own, may)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def act(
@@ -97,3 +99,8 @@ class PairPolicy(nn.Module):
             seen.append(pairs)
             open_to.append(may)
         return progress.placed, torch.stack(seen, 1), torch.stack(open_to, 1)
+
+
+def softly_bounded(scores: Tensor) -> Tensor:
+    """`C s / (C + |s|)`: within plus or minus C, and of different scores the order is kept."""
+    return LIMIT * scores / (LIMIT + scores.abs())
