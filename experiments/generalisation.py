@@ -46,7 +46,7 @@ METHODS = (
     Method("single", Single(), 100, False),
     Method("heft", Heft(), 100, False),
     Method("learned, zero-shot", Learned(), 1, False),
-    Method("untrained, zero-shot", Learned(weights=None), 1),  # its first weights depend on the seed
+    Method("untrained, zero-shot", Learned(weights=None), 1, False),
     Method("learned", Learned(), 100),
     Method("untrained", Learned(weights=None), 100),
     Method("random", Random(), 100),
@@ -113,7 +113,9 @@ def main() -> None:
             problem = Problem(graph, machine, Analytic()(graph, machine))
             data["rows"] += rows(problem, machine_name, options.seeds)
             write("generalisation", data)
-            last = [r for r in data["rows"] if (r["workload"], r["machine"]) == (name, machine_name)]
+            last = [
+                r for r in data["rows"] if (r["workload"], r["machine"]) == (name, machine_name)
+            ]
             print(name, machine_name, flush=True)
             for r in last:
                 print(f"  {r['method']} {r['budget']}: {r['step_ns'] / 1e6:.2f} ms", flush=True)

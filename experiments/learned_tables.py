@@ -7,7 +7,7 @@ from typing import Any
 
 
 def generalisation(data: dict[str, Any], made: str) -> str:
-    """Median step of each method and budget per problem; last column relative to the best device."""
+    """Median step of each method and budget; last column relative to the best single device."""
     problems = list(dict.fromkeys((row["workload"], row["machine"]) for row in data["rows"]))
     methods = list(dict.fromkeys((row["method"], row["budget"]) for row in data["rows"]))
     found: dict[tuple[str, int, str, str], list[dict[str, Any]]] = {}
@@ -19,8 +19,8 @@ def generalisation(data: dict[str, Any], made: str) -> str:
         "# The learned placer on families that it has not seen",
         "",
         f"Predicted ms per training step (SGD, full size, analytic costs), median over "
-        f"{data['seeds']} seed(s). Trained on small graphs of {', '.join(weights['train'])}, chosen "
-        f"by {', '.join(weights['validation'])}; the families here are in neither. *untrained* is "
+        f"{data['seeds']} seed(s). Trained on small graphs of {', '.join(weights['train'])}, "
+        f"chosen by {', '.join(weights['validation'])}; the families here are in neither. *untrained* is "
         "the same network with first weights: a rule of less queueing and less traffic. The last "
         "column is the geometric mean of step / best single device; *over* marks plans that exceed "
         "a memory limit.",
@@ -31,7 +31,9 @@ def generalisation(data: dict[str, Any], made: str) -> str:
         "",
         " ".join([made, data.get("note", "")]).strip(),
         "",
-        "| method | evaluations | " + " | ".join(f"{w}, {m}" for w, m in problems) + " | of single |",
+        "| method | evaluations | "
+        + " | ".join(f"{w}, {m}" for w, m in problems)
+        + " | of single |",
         "|---" * (len(problems) + 3) + "|",
     ]
     single = {p: median(r["step_ns"] for r in found[("single", 100, *p)]) for p in problems}

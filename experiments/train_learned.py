@@ -163,9 +163,7 @@ def score(policy: PairPolicy, samples: list[problems.Sample]) -> tuple[float, fl
         actions, _, _ = policy.act(sample.scene, table, 1, None)
         outcome = environment(actions)
         failures += int(outcome.failed[0])
-        found.append(
-            np.log(int(outcome.step_ns[0]) / sample.single_ns) + float(outcome.failed[0])
-        )
+        found.append(np.log(int(outcome.step_ns[0]) / sample.single_ns) + float(outcome.failed[0]))
     return float(np.mean(found)), failures / len(samples)
 
 
@@ -186,8 +184,13 @@ def record_of(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def train(run: Run, options: argparse.Namespace, graphs: dict[str, list[Any]]) -> None:
-    """Learn until the updates are spent."""
+def train(
+    run: Run,
+    options: argparse.Namespace,
+    graphs: dict[str, list[Any]],
+    until: int | None = None,
+) -> None:
+    """Learn until the updates are spent, or those up to `until`."""
     folder: Path = options.log_dir
     begun = time.monotonic() - run.seconds
     held_out = [
@@ -201,9 +204,10 @@ def train(run: Run, options: argparse.Namespace, graphs: dict[str, list[Any]]) -
     gain = float(np.mean([found.gain for found in lessons]))
     print(f"teacher: {gain:.3f}, untrained: {score(PairPolicy(), held_out)}", flush=True)
     recent: list[float] = []
-    while run.update < run.updates:
+    last = until or run.updates
+    while run.update < last:
         recent.append(run.learn(lessons[int(run.rng.integers(len(lessons)))]))
-        if run.update % EVERY and run.update < run.updates:
+        if run.update % EVERY and run.update < last:
             continue
         run.seconds = time.monotonic() - begun
         validation, failures = score(run.policy, held_out)

@@ -81,7 +81,7 @@ def test_weights_that_cannot_be_used_are_told(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="Cannot read weights"):
             place(three_ops(), Learned(weights=tmp_path / name), "1ev")
     weights.write(tmp_path / "other.npz", PairPolicy(8), {})
-    with pytest.raises(InputError, match="do not fit the policy: .* expected"):
+    with pytest.raises(InputError, match=r"do not fit the policy: .* expected"):
         place(three_ops(), Learned(weights=tmp_path / "other.npz"), "1ev")
     with pytest.raises(InputError, match="do not fit"):
         place(three_ops(), Learned(hidden=16), "1ev")
@@ -153,9 +153,7 @@ def test_logits_seen_again_are_those_drawn_from() -> None:
     torch.nn.init.normal_(policy.score.layers[-1].weight)
     own = Own(scored.allowed.shape)
     torch.nn.init.normal_(own.table)
-    actions, pairs, may = policy.act(
-        scene, own.table.detach(), 5, torch.Generator().manual_seed(0)
-    )
+    actions, pairs, may = policy.act(scene, own.table.detach(), 5, torch.Generator().manual_seed(0))
     loss = Surrogate(policy, scene, own, torch.as_tensor(actions), pairs, may)
     now = log_prob(loss.logits(), torch.as_tensor(actions))
     assert loss.divergence() == pytest.approx(0, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Groups whose number follows from the graph and the machine: what is never worth parting is joined."""
+"""Groups whose number follows from graph and machine: what is not worth parting is joined."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from devplace.placers.group_graph import mean_work
 from devplace.placers.groups import accelerators
-from devplace.placers.rl.features import group_bytes, group_edges
+from devplace.placers.rl.features import group_bytes
 from devplace.placers.rl.grouping import Grouping, by_module, colocated, colocation, renumbered
 from devplace.problem import Problem
 
@@ -53,7 +53,7 @@ def edge_ns(grouping: Grouping) -> tuple[I64, F64]:
     linked = wires.link_class >= 0
     latency = float(wires.latency_ns[linked].mean()) if linked.any() else 0.0
     each = wires.transfer_ns[:, carrier[apart]] + wires.send_ns[:, carrier[apart]] + latency
-    total = np.stack([np.bincount(index, row, len(pairs)) for row in each])
+    total = np.stack([np.bincount(index, row, len(pairs)) for row in each]).astype(np.float64)
     return np.stack([pairs // count, pairs % count]).astype(np.int64), total
 
 

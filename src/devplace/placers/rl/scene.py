@@ -52,9 +52,10 @@ class Scene:
         self._unit = max(1.0, float(whole.min()))
         self.time = costs / self._unit
         limits = np.array([max(1, problem.limit_bytes[d]) for d in devices], np.float64)
-        self._kept = group_bytes(grouping)[:, None] / limits
-        self._made = _summed(grouping.of_task, problem.core.tasks.made_bytes, self.num_groups)
-        self._made = np.maximum(self._made, group_bytes(grouping))[:, None] / limits
+        kept = _kept_bytes(environment)
+        self._kept = kept[:, None] / limits
+        made = _summed(grouping.of_task, problem.core.tasks.made_bytes, self.num_groups)
+        self._made = np.maximum(made, kept)[:, None] / limits
         self.edges, sent = edge_ns(grouping)
         self._sent = sent / self._unit
         self._class = problem.core.wires.link_class[np.ix_(devices, devices)]
@@ -62,10 +63,13 @@ class Scene:
         self._is_cpu = np.array([problem.machine.devices[d].kind == "cpu" for d in devices], float)
         self._levels(environment)
         mean = self._sent.mean(axis=0)
-        into = np.bincount(self.edges[1], mean, self.num_groups)
-        out = np.bincount(self.edges[0], mean, self.num_groups)
+        into: F64 = np.bincount(self.edges[1], mean, self.num_groups).astype(np.float64)
+        out: F64 = np.bincount(self.edges[0], mean, self.num_groups).astype(np.float64)
         self.weights = np.stack(
-            [mean / np.maximum(into[self.edges[1]], 1e-12), mean / np.maximum(out[self.edges[0]], 1e-12)]
+            [
+                mean / np.maximum(into[self.edges[1]], 1e-12),
+                mean / np.maximum(out[self.edges[0]], 1e-12),
+            ]
         ).astype(np.float32)
         self.groups = self._group_rows(environment, into, out)
         self._near = [self._neighbours(group) for group in range(self.num_groups)]
@@ -107,7 +111,8 @@ class Scene:
             np.full(count, self._made.sum(axis=0).min()),
         ]
         rows += list((self._profile / np.maximum(best, 1e-12)[:, None]).T)
-        return np.clip(np.stack(rows, axis=1), -5, 5).astype(np.float32)
+        found: F32 = np.clip(np.stack(rows, axis=1), -5, 5).astype(np.float32)
+        return found
 
     def _neighbours(self, group: int) -> tuple[I64, I64]:
         """Groups placed earlier that exchange with this one, and the edges to them."""
@@ -134,7 +139,7 @@ class Scene:
         group before is here; memory kept and memory made, as parts of the limit, with this group;
         speed; whether it is a CPU; number of devices; part of the step that is placed.
 
-        A device whose memory would certainly not do is ruled out while another is left.
+        A device whose memory does not do for what is kept is ruled out while another is left.
 
         Returns:
             `[B, A, PAIR_FEATURES]`, bool `[B, A]`.
@@ -232,6 +237,13 @@ def earliest_starts(problem: Problem, duration: F64) -> F64:
         begin = max((end[maker[c]] for c in into[ptr[task] : ptr[task + 1]]), default=0.0)
         start[task], end[task] = begin, begin + time[task]
     return np.array(start)
+
+
+def _kept_bytes(environment: Environment) -> I64:
+    """Bytes of each group for the whole step; a source that is replaced counts once. `[M]`"""
+    grouping, tasks = environment.grouping, environment.problem.core.tasks
+    old = tasks.made_bytes * (tasks.is_source > 0)
+    return np.maximum(group_bytes(grouping), _summed(grouping.of_task, old, grouping.num_groups))
 
 
 def _summed(of_task: NDArray[np.integer], values: I64, count: int) -> I64:

@@ -21,8 +21,9 @@ RECORD = "record"
 def write(path: Path, network: nn.Module, record: dict[str, Any]) -> None:
     """Write weights (half precision) and a record: families, seed, commit and the like."""
     arrays = {name: value.cpu().numpy() for name, value in network.state_dict().items()}
-    halves = {name: value.astype(np.float16) for name, value in arrays.items()}
-    np.savez_compressed(path, **{RECORD: np.array(json.dumps(record))}, **halves)
+    halves: dict[str, Any] = {name: value.astype(np.float16) for name, value in arrays.items()}
+    halves[RECORD] = np.array(json.dumps(record))
+    np.savez_compressed(path, **halves)
 
 
 def read(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
