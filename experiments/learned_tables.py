@@ -20,13 +20,13 @@ def generalisation(data: dict[str, Any], made: str) -> str:
         "",
         f"Predicted ms per training step (SGD, full size, analytic costs), median over "
         f"{data['seeds']} seed(s). Trained on small graphs of {', '.join(weights['train'])}, "
-        f"chosen by {', '.join(weights['validation'])}; the families here are in neither. *untrained* is "
-        "the same network with first weights: a rule of less queueing and less traffic. The last "
+        f"chosen by {', '.join(weights['validation'])}; the families here are in neither. "
+        "*untrained* is the same network with first weights: a rule of less queueing and less traffic. The last "
         "column is the geometric mean of step / best single device; *over* marks plans that exceed "
         "a memory limit.",
         "",
         f"Weights: commit {weights['provenance']['commit']}, seed {weights['seed']}, "
-        f"{weights['updates']} updates, {weights['samples']} samples, {weights['seconds']} s on "
+        f"{weights['updates']} updates, {weights['problems']} problems, {weights['seconds']} s on "
         f"one core shared with others.",
         "",
         " ".join([made, data.get("note", "")]).strip(),
