@@ -53,7 +53,6 @@ METHODS = (
     Method("post", Post(), 100),
     Method("search", Search(), 100),
     Method("post", Post(), 2400),
-    Method("learned", Learned(), 2400),
     Method("search", Search(), 2400),
 )
 WARM = "search from learned, zero-shot"

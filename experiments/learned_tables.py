@@ -21,9 +21,9 @@ def generalisation(data: dict[str, Any], made: str) -> str:
         f"Predicted ms per training step (SGD, full size, analytic costs), median over "
         f"{data['seeds']} seed(s). Trained on small graphs of {', '.join(weights['train'])}, "
         f"chosen by {', '.join(weights['validation'])}; the families here are in neither. "
-        "*untrained* is the same network with first weights: a rule of less queueing and less traffic. The last "
-        "column is the geometric mean of step / best single device; *over* marks plans that exceed "
-        "a memory limit.",
+        "*untrained* is the same network with first weights: a rule of less queueing and less "
+        "traffic. The last column is the geometric mean of step / best single device; *over* marks "
+        "plans that exceed a memory limit.",
         "",
         f"Weights: commit {weights['provenance']['commit']}, seed {weights['seed']}, "
         f"{weights['updates']} updates, {weights['problems']} problems, {weights['seconds']} s on "
