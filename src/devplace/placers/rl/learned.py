@@ -17,6 +17,12 @@ The weights that ship were trained by `experiments/train_learned.py` on some mod
 machines; `weights.read` tells which. With `weights=None` there is no training before: the policy is
 that of a list scheduler to begin with.
 
+What it gives on full-size models of families that were not in training (one seed,
+docs/results/generalisation.md): zero-shot steps of about half the best single device's, some over a
+memory limit, before HEFT and behind `search`; with 100 samples better than Post with 100, a little
+behind Post with 2,400. Training itself gained little: the untrained rule is better zero-shot (0.49
+against 0.52 of the best single device), after 100 samples the two are equal (0.45, 0.44).
+
 To let `search` go on from its answer:
 
     found = place(problem, Learned(), "1ev")
