@@ -28,6 +28,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "post-ppo": {},
     "post-pg": {},
     "colocrl": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
+    "hdp": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
+    "hdp-no-grouping": {"learning_rate": 0.01},
+    "hdp-random-grouping": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
+    "spotlight": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
 }
 NAMES = list(LEARNING)
 S = 10**9

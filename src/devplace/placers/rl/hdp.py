@@ -81,13 +81,13 @@ class Hdp:
         learning_rate: Adam's.
         gradient_norm: The gradient of each network is scaled down to it.
         noise: Deviation of the noise on logits, in units of their root mean square.
-        noise_updates: Updates with noise.
+        noise_samples: Samples with noise.
         baseline_decay: Of the moving average of rewards.
-        entropy_weight: Of a bonus for entropy, `entropy_weight * (deviation of R) / sqrt(groups)`
-            for each group's; 0: none.
+        entropy_weight: Of the bonus for the Placer's entropy, see the module; 0: none.
+        grouper_entropy: The same for the Grouper's.
         memory: `published`: a failing placement counts as `failing_s`; `hard`: see the module.
         failing_s: Step time of a failing placement, s.
-        ignore_failing_after: Updates after which failing samples no longer count.
+        ignore_failing_after: Samples after which failing ones no longer count.
         training: Curves, checkpoints, early stop.
     """
 
@@ -104,9 +104,10 @@ class Hdp:
     learning_rate: float = 0.002
     gradient_norm: float = 1.0
     noise: float = 0.5
-    noise_updates: int = 750
-    baseline_decay: float = 0.9
-    entropy_weight: float = 0.0
+    noise_samples: int = 750
+    baseline_decay: float = 0.5
+    entropy_weight: float = 1.0
+    grouper_entropy: float = 1.0
     memory: Literal["published", "hard"] = "published"
     failing_s: float = 100.0
     ignore_failing_after: int = 1000
@@ -131,32 +132,38 @@ class Hdp:
         cost = memory_rule(
             self.memory, environment, lambda outcome: failing_signal(outcome, self.failing_s)
         )
-        baseline = MovingAverage(self.baseline_decay)
-        training.track(policy=policy, optimizer=optimizer, baseline=baseline, cost=cost)
+        baseline, deviation = MovingAverage(self.baseline_decay), MovingAverage(0.98)
+        training.track(
+            policy=policy, optimizer=optimizer, baseline=baseline, deviation=deviation, cost=cost
+        )
         while not training.is_done:
             count = environment.room(self.grouper_samples * self.placer_samples)
-            noise = self.noise if training.updates < self.noise_updates else 0.0
+            spent = training.evaluate.num_evaluations
+            noise = self.noise if spent < self.noise_samples else 0.0
             with torch.no_grad():
                 draws = policy.draw(count, self.placer_samples, noise, training.generator)
             outcome = environment(np.concatenate([draw.op_actions() for draw in draws]))
             reward = sqrt_reward(cost(outcome))
-            counts = self._counts(outcome.failed, training.updates)
-            advantage = reward - baseline.update(reward[counts])
+            counts = self._counts(outcome.failed, spent)
+            advantage = (reward - baseline.update(reward[counts])) * counts
+            deviation.update(np.abs(advantage))
 
-            log_prob, spread = policy.log_prob(draws)
-            weight = torch.as_tensor(advantage * counts, dtype=torch.float32).to(training.device)
-            bonus = self.entropy_weight * float(reward.std()) / policy.num_choices**0.5
-            loss = reinforce(log_prob, weight) - bonus * spread * policy.num_choices
+            log_prob, placer_entropy, grouper_entropy = policy.log_prob(draws)
+            weight = torch.as_tensor(advantage, dtype=torch.float32).to(training.device)
+            bonus = self.entropy_weight * policy.num_choices**0.5 * placer_entropy
+            bonus = bonus + self.grouper_entropy * environment.num_groups**0.5 * grouper_entropy
+            loss = reinforce(log_prob, weight) - (deviation.value or 0.0) * bonus
             optimizer.zero_grad()
             loss.backward()
             for network in policy.children():
                 nn.utils.clip_grad_norm_(network.parameters(), self.gradient_norm)
             optimizer.step()
             with torch.no_grad():
-                now, _ = policy.log_prob(draws)
+                now, *_ = policy.log_prob(draws)
             training.log(
                 outcome,
-                entropy=float(spread.detach()),
+                entropy=float(placer_entropy.detach()),
+                grouper_entropy=float(grouper_entropy.detach()),
                 kl=float(approximate_kl(now, log_prob)),
                 baseline=baseline.value,
                 loss=float(loss.detach()),
@@ -164,9 +171,9 @@ class Hdp:
             )
         return environment.best()
 
-    def _counts(self, failed: NDArray[np.bool_], updates: int) -> NDArray[np.bool_]:
-        """Which samples count: failing ones not after many updates. `[B]`"""
-        if self.memory == "published" and updates >= self.ignore_failing_after:
+    def _counts(self, failed: NDArray[np.bool_], spent: int) -> NDArray[np.bool_]:
+        """Which samples count: failing ones not after many samples. `[B]`"""
+        if self.memory == "published" and spent >= self.ignore_failing_after:
             return ~failed
         return np.ones(len(failed), bool)
 
@@ -199,7 +206,7 @@ class Hdp:
 
 @dataclass(frozen=True)
 class HdpRandomGrouping(Hdp):
-    """HDP without a Grouper: ops are in random groups, drawn once."""
+    """HDP without a Grouper: ops are in random groups of equal size, drawn once."""
 
     name: str = "hdp-random-grouping"
 
@@ -208,7 +215,8 @@ class HdpRandomGrouping(Hdp):
     ) -> Planner | FlatPolicy:
         """The Placer alone, new, and the groups."""
         ops = OpEmbeddings(environment, self.num_groups(environment), device)
-        fixed = torch.randint(ops.num_groups, (len(ops.rows),), generator=generator).to(device)
+        fixed = torch.randperm(len(ops.rows), generator=generator) % ops.num_groups
+        fixed = fixed.to(device)
         return Planner(ops, None, self._placer(ops), fixed).to(device)
 
 
@@ -304,10 +312,10 @@ class Planner(nn.Module):
             draws.append(Draw(grouping, actions, grouper_noise, placer_noise))
         return draws
 
-    def log_prob(self, draws: list[Draw]) -> tuple[Tensor, Tensor]:
-        """log p(g) + log p(d | g) of what was drawn `[B]`, and the Placer's mean entropy."""
+    def log_prob(self, draws: list[Draw]) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(g) + log p(d | g) of what was drawn `[B]`; mean entropy per group and per op."""
         logits = None if self.grouper is None else self.grouper(self._ops.rows)
-        found, spread = [], []
+        found, spread, grouper_spread = [], [], []
         for draw in draws:
             placed = self.placer.logits(
                 self._ops.groups(draw.grouping),
@@ -319,9 +327,10 @@ class Planner(nn.Module):
             if logits is not None:
                 grouped = _noisy(logits, draw.grouper_noise)
                 both = both + policies.log_prob(grouped, draw.grouping).sum()
+                grouper_spread.append(entropy(grouped).mean())
             found.append(both)
             spread.append(entropy(placed).mean())
-        return torch.cat(found), torch.stack(spread).mean()
+        return torch.cat(found), _mean(spread, found[0]), _mean(grouper_spread, found[0])
 
 
 class FlatPolicy(nn.Module):
@@ -351,14 +360,15 @@ class FlatPolicy(nn.Module):
             draws.append(Draw(itself, sample(self._logits(drawn), generator)[None], drawn, None))
         return draws
 
-    def log_prob(self, draws: list[Draw]) -> tuple[Tensor, Tensor]:
-        """log p(d) of what was drawn `[B]`, and the mean entropy."""
+    def log_prob(self, draws: list[Draw]) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(d) of what was drawn `[B]`; mean entropy per op, and 0 as there is no Grouper."""
         every = [self._logits(draw.grouper_noise) for draw in draws]
         found = [
             policies.log_prob(logits, draw.actions[0]).sum()
             for logits, draw in zip(every, draws, strict=True)
         ]
-        return torch.stack(found), torch.stack([entropy(logits).mean() for logits in every]).mean()
+        spread = [entropy(logits).mean() for logits in every]
+        return torch.stack(found), _mean(spread, found[0]), _mean([], found[0])
 
 
 class NoisySeq2Seq(Seq2Seq):
@@ -397,6 +407,10 @@ class NoisySeq2Seq(Seq2Seq):
             chosen.append(last)
             every.append(logits)
         return torch.cat(chosen, 1), torch.stack(every, 1)
+
+
+def _mean(values: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(values).mean() if values else like.new_zeros(())
 
 
 def _noise(

@@ -24,8 +24,8 @@ class OpEmbeddings:
         device: Where tensors live.
 
     Attributes:
-        rows: Embeddings of ops: types, output sizes and number, neighbours; each column has mean 0
-            and deviation 1. `[G, T + 46]`
+        rows: Embeddings of ops: types; output sizes and number, neighbours, each column of these
+            with mean 0 and deviation 1. `[G, T + 46]`
         op_allowed: Actions each op may take. bool `[G, A]`
     """
 
@@ -39,10 +39,11 @@ class OpEmbeddings:
         _, first = np.unique(grouping.of_task, return_index=True)
         neighbours = features.neighbour_table(problem)[first]
         neighbours[:, ::2] /= max(1, problem.core.tasks.num_tasks)
-        rows = np.concatenate([types, np.log1p(shapes), outputs, neighbours], axis=1)
+        sizes = np.concatenate([np.log1p(shapes), outputs, neighbours], axis=1)
+        rows = np.concatenate([types, _scaled_columns(sizes)], axis=1)
 
         self.num_groups, self.num_actions = num_groups, environment.num_actions
-        self.rows = torch.as_tensor(_scaled_columns(rows)).to(device)
+        self.rows = torch.as_tensor(rows).to(device)
         self.op_allowed = torch.as_tensor(environment.allowed).to(device)
         self._counted = torch.as_tensor(np.concatenate([types, shapes], axis=1)).to(device)
         self._num_types = len(names)
