@@ -96,20 +96,20 @@ class Hdp:
     grouper_samples: int = 1
     placer_samples: int = 4
     grouper_hidden: int = 64
-    grouper_gain: float = 10.0
+    grouper_gain: float = 100.0
     hidden: int = 128
     attention: int = 64
     tanh_constant: float = 5.0
     temperature: float = 1.0
-    learning_rate: float = 0.002
+    learning_rate: float = 0.0005
     gradient_norm: float = 1.0
-    noise: float = 0.5
+    noise: float = 0.1
     noise_samples: int = 750
     baseline_decay: float = 0.5
-    entropy_weight: float = 1.0
-    grouper_entropy: float = 1.0
+    entropy_weight: float = 0.3
+    grouper_entropy: float = 0.0
     memory: Literal["published", "hard"] = "published"
-    failing_s: float = 100.0
+    failing_s: float = 10.0
     ignore_failing_after: int = 1000
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
@@ -146,7 +146,8 @@ class Hdp:
             reward = sqrt_reward(cost(outcome))
             counts = self._counts(outcome.failed, spent)
             advantage = (reward - baseline.update(reward[counts])) * counts
-            deviation.update(np.abs(advantage))
+            fit = reward[~outcome.failed]
+            deviation.update(np.abs(fit - fit.mean()) if len(fit) else fit)
 
             log_prob, placer_entropy, grouper_entropy = policy.log_prob(draws)
             weight = torch.as_tensor(advantage, dtype=torch.float32).to(training.device)

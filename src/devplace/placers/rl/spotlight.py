@@ -78,7 +78,7 @@ class Spotlight:
     learning_rate: float = 0.002
     gradient_norm: float = 1.0
     kl_target: float = 0.01
-    entropy_weight: float = 0.01
+    entropy_weight: float = 0.1
     memory: Literal["published", "hard"] = "hard"
     failing_s: float = 100.0
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
