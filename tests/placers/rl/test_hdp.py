@@ -163,9 +163,7 @@ def test_groups_with_pinned_ops_go_where_these_may() -> None:
 def test_random_groups_are_of_equal_size_and_stay() -> None:
     """Every draw has the same groups, whose sizes differ by at most 1."""
     env = environment(layered(3))
-    policy = HdpRandomGrouping(groups=5, **SMALL).policy(
-        env, torch.Generator().manual_seed(0), CPU
-    )
+    policy = HdpRandomGrouping(groups=5, **SMALL).policy(env, torch.Generator().manual_seed(0), CPU)
     draws = policy.draw(8, 4, 0.5, torch.Generator().manual_seed(0))
     assert torch.equal(draws[0].grouping, draws[1].grouping)
     sizes = torch.bincount(draws[0].grouping)

@@ -35,7 +35,9 @@ class OpEmbeddings:
         index, names = features.op_types(problem)
         types = features.group_sums(grouping, features.one_hot(index, len(names)))
         shapes = features.group_sums(grouping, np.maximum(features.output_shapes(problem), 0))
-        outputs = features.group_sums(grouping, features.num_outputs(problem)[:, None])
+        outputs = features.group_sums(
+            grouping, features.num_outputs(problem)[:, None].astype(float)
+        )
         _, first = np.unique(grouping.of_task, return_index=True)
         neighbours = features.neighbour_table(problem)[first]
         neighbours[:, ::2] /= max(1, problem.core.tasks.num_tasks)
@@ -53,7 +55,7 @@ class OpEmbeddings:
     @property
     def group_width(self) -> int:
         """Length of a group's embedding."""
-        return self._counted.shape[1] + 2 * self.num_groups
+        return int(self._counted.shape[1]) + 2 * self.num_groups
 
     def groups(self, grouping: Tensor) -> Tensor:
         """Type counts, summed output shapes, edges out of and into each group; as `group_features`.
@@ -89,4 +91,5 @@ class OpEmbeddings:
 def _scaled_columns(rows: F32) -> F32:
     deviation = rows.std(axis=0)
     scaled = (rows - rows.mean(axis=0)) / np.where(deviation > 0, deviation, 1)
-    return scaled.astype(np.float32)
+    found: F32 = scaled.astype(np.float32)
+    return found
