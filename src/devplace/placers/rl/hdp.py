@@ -24,7 +24,7 @@ half the logits' root mean square for 750 samples, failing signal 100 s, failure
 - The Grouper's last weights begin 100 times larger, so that like ops begin in the same group. From
   Glorot's, every op would be in any group alike, all groups would be the same mixture, and moving
   one could not help.
-- Noise of 0.1: that of the code scatters the ops of a group.
+- Noise of 0.03: that of the code scatters the ops of a group.
 - Failing signal 10 s: beside 10 for failures, differences of the square root of a few seconds
   vanish. It must be longer than the steps that fit.
 - Decay of the baseline 0.5: one that lags rewards whatever was drawn.
@@ -114,7 +114,7 @@ class Hdp:
     temperature: float = 1.0
     learning_rate: float = 0.0005
     gradient_norm: float = 1.0
-    noise: float = 0.1
+    noise: float = 0.03
     noise_samples: int = 750
     baseline_decay: float = 0.5
     entropy_weight: float = 0.3
