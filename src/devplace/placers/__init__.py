@@ -30,8 +30,10 @@ from devplace.placers.throughput import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl
+    from devplace.placers.rl.hdp import Hdp, HdpNoGrouping, HdpRandomGrouping
     from devplace.placers.rl.options import TrainingOptions
     from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
+    from devplace.placers.rl.spotlight import Spotlight
 
     ALL: tuple[type[Placer], ...]
 
@@ -66,6 +68,10 @@ ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
 # Name -> module in `rl` and class of the placers that learn; loaded when first used.
 LEARNING = {
     "colocrl": ("colocrl", "ColocRl"),
+    "hdp": ("hdp", "Hdp"),
+    "hdp-no-grouping": ("hdp", "HdpNoGrouping"),
+    "hdp-random-grouping": ("hdp", "HdpRandomGrouping"),
+    "spotlight": ("spotlight", "Spotlight"),
     "post": ("post", "Post"),
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
@@ -89,6 +95,9 @@ __all__ = [
     "Exact",
     "Expert",
     "Greedy",
+    "Hdp",
+    "HdpNoGrouping",
+    "HdpRandomGrouping",
     "Heft",
     "Layers",
     "MEtf",
@@ -110,6 +119,7 @@ __all__ = [
     "ScotchRepaired",
     "Search",
     "Single",
+    "Spotlight",
     "ThroughputResult",
     "Topo",
     "TrainingOptions",

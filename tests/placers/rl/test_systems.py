@@ -28,6 +28,38 @@ SMALL: dict[str, dict[str, Any]] = {
     "post-ppo": {},
     "post-pg": {},
     "colocrl": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
+    "hdp": {"hidden": 16, "attention": 8, "learning_rate": 0.005},
+    "hdp-no-grouping": {
+        "learning_rate": 0.005,
+        "entropy_weight": 1.0,
+        "noise": 0.1,
+        "failing_s": 100.0,
+    },
+    "hdp-random-grouping": {
+        "hidden": 16,
+        "attention": 8,
+        "learning_rate": 0.005,
+        "entropy_weight": 2.0,
+        "noise": 0.1,
+        "failing_s": 50.0,
+    },
+    "spotlight": {
+        "hidden": 16,
+        "attention": 8,
+        "learning_rate": 0.01,
+        "samples": 20,
+        "steps": 4,
+    },
+}
+# On graphs so small that the first samples tell much, HDP must be kept from deciding at once.
+PATIENT: dict[str, dict[str, Any]] = {
+    "hdp": {
+        "grouper_gain": 3.0,
+        "entropy_weight": 1.5,
+        "grouper_entropy": 0.3,
+        "noise": 0.0,
+        "failing_s": 50.0,
+    },
 }
 NAMES = list(LEARNING)
 S = 10**9
@@ -37,6 +69,11 @@ def small(name: str) -> Any:
     """The system with small networks, on the CPU."""
     placer: Any = placers.by_name(name)
     return replace(placer, **SMALL.get(name, {}), training=TrainingOptions(device="cpu"))
+
+
+def patient(name: str) -> Any:
+    """The same, slower to decide where that is needed."""
+    return replace(small(name), **PATIENT.get(name, {}))
 
 
 class Killed(BaseException):
@@ -94,8 +131,8 @@ def test_the_optimal_placement_becomes_almost_certain(
     name: str, problem: Problem, tmp_path: Path
 ) -> None:
     """On graphs with one optimum, more than 90 % of the last samples are that optimum."""
-    placer = logged(small(name), tmp_path)
-    found = place(problem, placer, "1200ev", 0)
+    placer = logged(patient(name), tmp_path)
+    found = place(problem, placer, "1800ev" if name == "hdp" else "1200ev", 0)
     assert found.step_ns == brute_force(problem).step_ns
     last = [row["best_share"] for row in curves(tmp_path)][-15:]
     assert float(np.mean([share for share in last if share is not None])) > 0.9
@@ -104,7 +141,7 @@ def test_the_optimal_placement_becomes_almost_certain(
 @pytest.mark.parametrize("name", NAMES)
 def test_failures_become_rare(name: str, tmp_path: Path) -> None:
     """Where half the placements fail at first, few of the last samples do."""
-    place(tight(), logged(small(name), tmp_path), "600ev", 1)
+    place(tight(), logged(patient(name), tmp_path), "600ev", 1)
     rates = [row["failure_rate"] or 0.0 for row in curves(tmp_path)]
     assert float(np.mean(rates[-5:])) < 0.15
     assert rates[0] > 0.2
@@ -127,8 +164,9 @@ def test_where_nothing_fits_it_says_so(name: str) -> None:
 def test_it_beats_random_sampling(name: str) -> None:
     """On 48 groups and 3 devices, at the same budget: a shorter step than random's best."""
     problem = layered()
-    learned = place(problem, small(name), "600ev", 0)
-    assert learned.step_ns < place(problem, placers.Random(), "600ev", 0).step_ns
+    budget = "1200ev" if name in ("hdp", "hdp-random-grouping") else "600ev"
+    learned = place(problem, patient(name), budget, 0)
+    assert learned.step_ns < place(problem, placers.Random(), budget, 0).step_ns
 
 
 @pytest.mark.parametrize("name", NAMES)
