@@ -30,7 +30,11 @@ from devplace.placers.throughput import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl
+    from devplace.placers.rl.encoder_placer import EncoderPlacer
+    from devplace.placers.rl.grouper_placer import GrouperPlacer
+    from devplace.placers.rl.mars import Mars, MarsNoPretraining
     from devplace.placers.rl.options import TrainingOptions
+    from devplace.placers.rl.placeto import Placeto
     from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
 
     ALL: tuple[type[Placer], ...]
@@ -70,6 +74,11 @@ LEARNING = {
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
     "post-pg": ("post", "PostPg"),
+    "placeto": ("placeto", "Placeto"),
+    "mars": ("mars", "Mars"),
+    "mars-no-pretraining": ("mars", "MarsNoPretraining"),
+    "grouper-placer": ("grouper_placer", "GrouperPlacer"),
+    "encoder-placer": ("encoder_placer", "EncoderPlacer"),
 }
 
 __all__ = [
@@ -97,6 +106,11 @@ __all__ = [
     "Mayer",
     "MinCut",
     "MinCutRepaired",
+    "EncoderPlacer",
+    "GrouperPlacer",
+    "Mars",
+    "MarsNoPretraining",
+    "Placeto",
     "PipeDream",
     "Placer",
     "Post",
