@@ -39,10 +39,10 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from devplace.placers.evaluate import Evaluator
+from devplace.placers.rl.advantages import scaled
 from devplace.placers.rl.costs import MovingAverage, failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.dgi import Discriminator, pretrain
 from devplace.placers.rl.encoders import GcnEncoder, NodeGraph, node_graph
@@ -54,8 +54,6 @@ from devplace.placers.rl.policies import entropy, log_prob
 from devplace.placers.rl.segments import SegmentSeq2Seq
 from devplace.placers.rl.training import Training
 from devplace.problem import Placement, Problem
-
-F64 = NDArray[np.float64]
 
 
 class Drawn(NamedTuple):
@@ -122,7 +120,7 @@ class Mars:
     learning_rate: float = 0.003
     gradient_norm: float = 1.0
     baseline_decay: float = 0.9
-    pretraining_steps: int = 200
+    pretraining_steps: int = 60
     pretraining_rate: float = 0.003
     memory: Literal["published", "hard"] = "hard"
     failing_s: float = 100.0
@@ -235,9 +233,3 @@ class EncoderPolicy(nn.Module):
         """See `Policy`."""
         logits = self.placer.logits(self.embeddings(), choices, self.allowed)
         return log_prob(logits, choices), entropy(logits).mean()
-
-
-def scaled(advantage: F64) -> Tensor:
-    """Divided by its root mean square; zeros stay zeros. float32 `[B]`"""
-    size = float(np.sqrt(np.mean(advantage**2))) if len(advantage) else 0.0
-    return torch.as_tensor(advantage / size if size else advantage, dtype=torch.float32)

@@ -12,6 +12,11 @@ placement, step i earns what it improves, and a policy gradient with a baseline 
 The policy sees the graph as `StateEmbedding` does: messages go down and up the graph in rounds, then
 own embedding and those pooled over ancestors, descendants and parallel groups lead to logits.
 
+As b_i may depend on the way to state i, and with g = 1, the whole improvement of the episode may
+stand for each G_i: the gradient is the same in expectation, and only the end of the episode has to
+be evaluated. `reward = "final"` does so (the released code has such an option); with hundreds of
+groups it learns far more from as many evaluations. `improvement` evaluates every step, as the paper.
+
 Memory: a placement over the limits counts `s_per_gb` more for each GB, at most `most_s`.
 
 Hyper-parameters. From the released code: 8 rounds, g = 1, baseline over 10 episodes, gradient norm
@@ -23,6 +28,7 @@ Differs from the released code in:
 - The cost enters as its logarithm (an option there), so that nothing depends on the unit of time.
 - Rewards are improvements, as in the paper; the environment re-released with Park has them negated.
 - Neighbours and sets are averaged, not summed: sums over hundreds of groups grow out of bounds.
+- `final` rewards by default.
 - Start times are no feature: the evaluator, which may measure, gives step times only.
 - Groups come from `grouping.colocated`; a step that changes nothing is not evaluated again.
 - Rates fall over `decay_evaluations` evaluations instead of a number of episodes.
@@ -43,6 +49,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from devplace.placers.evaluate import Evaluator
+from devplace.placers.rl.advantages import discounted, scaled
 from devplace.placers.rl.costs import HardLimit, PublishedRule, memory_rule, soft_penalty
 from devplace.placers.rl.environment import Environment, Outcome
 from devplace.placers.rl.features import group_adjacency, group_bytes, group_costs, group_edges
@@ -88,6 +95,7 @@ class Placeto:
         entropy_weight: At first; zero after `decay_evaluations`.
         decay_evaluations: Evaluations over which both fall.
         gradient_norm: The gradient is scaled down to it.
+        reward: `final` or `improvement`: see the module; `final` takes `discount` as 1.
         memory: `published` or `hard`: see the module.
         s_per_gb, most_s: The published penalty, s.
         training: Curves, checkpoints, early stop.
@@ -95,17 +103,18 @@ class Placeto:
 
     name: str = "placeto"
     groups: int = 64
-    episodes: int = 2
+    episodes: int = 8
     rounds: int = 8
     discount: float = 1.0
     baseline_episodes: int = 10
     learning_rate: float = 0.01
     last_learning_rate: float = 0.001
-    entropy_weight: float = 0.1
+    entropy_weight: float = 0.01
     decay_evaluations: int = 2400
     gradient_norm: float = 1.25
+    reward: Literal["improvement", "final"] = "final"
     memory: Literal["published", "hard"] = "published"
-    s_per_gb: float = 2.0
+        s_per_gb: float = 2.0
     most_s: float = 10.0
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
@@ -135,12 +144,14 @@ class Placeto:
         training.track(policy=policy, optimizer=optimizer, cost=cost, kept=kept)
         while not training.is_done:
             seen = self._walk(environment, training, policy, cost, start)
-            returns = torch.as_tensor(discounted(improvements(seen.costs), self.discount))
+            if len(seen.actions) < environment.num_groups and training.updates:
+                break  # the budget ended in the middle
+            returns = torch.as_tensor(self._returns(seen.costs))
             baseline = baseline_of(kept.returns, returns)
             if len(returns) == environment.num_groups:  # else the budget ended the episodes
                 kept.returns = torch.cat([kept.returns, returns.T])[-self.baseline_episodes :]
 
-            advantage = (returns - baseline).flatten().to(torch.float32).to(training.device)
+            advantage = scaled((returns - baseline).numpy()).flatten().to(training.device)
             left = max(0.0, 1 - environment.evaluate.num_evaluations / self.decay_evaluations)
             rate = self.last_learning_rate + left * (self.learning_rate - self.last_learning_rate)
             turns = torch.arange(len(returns)).repeat_interleave(returns.shape[1])
@@ -161,6 +172,11 @@ class Placeto:
             )
         return environment.best()
 
+    def _returns(self, costs: F64) -> F64:
+        """G of each step. `[T + 1, B]` -> `[T, B]`"""
+        discount = 1.0 if self.reward == "final" else self.discount
+        return discounted(improvements(costs), discount)
+
     def _walk(
         self,
         environment: Environment,
@@ -180,6 +196,9 @@ class Placeto:
                 logits = policy(state, torch.full((count,), turn))
             chosen = sample(logits, training.generator).cpu()
             changed = np.flatnonzero((chosen != state[:, turn]).numpy())
+            if self.reward == "final":
+                is_last = turn == environment.num_groups - 1
+                changed = np.arange(count if is_last else 0)
             if turn and len(changed) > environment.room(len(changed)):
                 break
             changed = changed[: environment.room(len(changed))]
@@ -200,14 +219,6 @@ def improvements(costs: F64) -> F64:
     """`r_i = log C_i - log C_i+1`: positive where the cost shrinks. `[T + 1, B]` -> `[T, B]`"""
     found: F64 = -np.diff(np.log(np.maximum(costs, 1e-12)), axis=0)
     return found
-
-
-def discounted(rewards: F64, discount: float) -> F64:
-    """`G_i = r_i + g G_i+1`. `[T, B]`"""
-    returns = rewards.copy()
-    for step in range(len(returns) - 2, -1, -1):
-        returns[step] += discount * returns[step + 1]
-    return returns
 
 
 def baseline_of(last: Tensor, returns: Tensor) -> Tensor:
