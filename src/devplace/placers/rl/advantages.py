@@ -14,7 +14,7 @@ F64 = NDArray[np.float64]
 
 
 def scaled(advantage: F64) -> Tensor:
-    """Divided by its root mean square, so that units do not matter; zeros stay. float32, any shape"""
+    """Divided by its root mean square, so that units do not matter; zeros stay. Any shape."""
     size = float(np.sqrt(np.mean(advantage**2))) if advantage.size else 0.0
     return torch.as_tensor(advantage / size if size else advantage, dtype=torch.float32)
 

@@ -6,8 +6,8 @@ the summary s of the whole graph:
     s = sigmoid(mean_i h_i),   D(h, s) = h W s,
     loss = -1 / 2 V sum_i [ log sigmoid(D(h_i, s)) + log(1 - sigmoid(D(h~_i, s))) ],
 
-where h~ are the embeddings of the same edges with the rows of node features shuffled. In shapes, `V`
-is nodes, `F` features, `H` size of an embedding.
+where h~ are the embeddings of the same edges with the rows of node features shuffled. In shapes,
+`V` is nodes, `F` features, `H` size of an embedding.
 
 Source: Velickovic et al. (2019), Deep graph infomax, ICLR, arXiv 1809.10341, equations 1, 3 and 4.
 """

@@ -5,16 +5,19 @@ max pooling embeds the ops (`encoders.SageEncoder`), a segment-recurrent Transfo
 devices of all groups at once (`segments.SegmentTransformer`); PPO as in `mars`.
 
 Source: Zhou et al. (2019), GDP: generalized device placement for dataflow graphs, arXiv 1910.01578.
-Differs from GDP in: sizes, which were not found, are chosen and tuned with Mars's; groups of ops are
-placed, as in `mars`; there is no superposition of policies, as one graph is placed; a group's place
-in the topological order is added to its embedding, without which the like ops of two time steps are
-the same to the placer.
+
+Differs from GDP in:
+- Sizes, which were not found, are chosen here and tuned with Mars's.
+- Groups of ops are placed, as in `mars`; there is no superposition of policies, as one graph is.
+- A group's place in the topological order is added to its embedding, without which the like ops of
+  two time steps are the same to the placer.
 """
 # mypy: allow-subclassing-any
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +37,7 @@ class EncoderPlacer(Mars):
     name: str = "encoder-placer"
     pretraining_steps: int = 0
 
-    def _policy(self, environment: Environment, device: torch.device) -> nn.Module:
+    def _policy(self, environment: Environment, device: torch.device) -> Any:
         return TransformerPolicy(self, environment, device).to(device)
 
 

@@ -6,6 +6,7 @@ In shapes, `V` is nodes (tasks), `E` edges, `F` features, `H` size of an embeddi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,7 +71,7 @@ class GcnEncoder(nn.Module):
     def __init__(self, features: int, hidden: int, layers: int) -> None:
         super().__init__()
         sizes = [features] + [hidden] * layers
-        self.layers = nn.ModuleList(Gcn(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.layers = nn.ModuleList(Gcn(a, b) for a, b in itertools.pairwise(sizes))
         self.activations = nn.ModuleList(nn.PReLU() for _ in self.layers)
 
     def forward(self, graph: NodeGraph, nodes: Tensor | None = None) -> Tensor:

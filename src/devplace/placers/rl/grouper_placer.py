@@ -4,16 +4,20 @@ A feed-forward grouper gives each unit a softmax over coarse groups; a sequence-
 with attention (`seq2seq.Seq2Seq`) then gives each coarse group a device. Both are scored on the
 grouping and the devices that were drawn.
 
-Source: Mirhoseini et al. (2018), A hierarchical model for device placement, ICLR. Differs from it in
-the loop, which is `mars`'s; in that units are the groups that Mars places, so that all rows of the
-table decide about the same things; in that every placement drawn has its own grouping; and in that
-coarse groups without members do not count. `hdp` is the paper's own.
+Source: Mirhoseini et al. (2018), A hierarchical model for device placement, ICLR.
+
+Differs from it in:
+- The loop is that of `mars`.
+- Units are the groups that Mars places, so that all rows of the table decide about the same things.
+- Every placement drawn has its own grouping.
+- The choice for a coarse group without members does not count.
 """
 # mypy: allow-subclassing-any
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +42,7 @@ class GrouperPlacer(Mars):
     pretraining_steps: int = 0
     coarse_groups: int = 32
 
-    def _policy(self, environment: Environment, device: torch.device) -> nn.Module:
+    def _policy(self, environment: Environment, device: torch.device) -> Any:
         return GrouperPolicy(self, environment, device).to(device)
 
 

@@ -162,8 +162,10 @@ class PlacementEnv(gymnasium.Env[dict[str, Any], Any]):
 
 
 def group_table(environment: Environment) -> F32:
-    """What an agent sees of each group: time on each device, bytes held, received and sent, each over
-    the largest of the graph; most frequent op type over the number of types. `[M, A + 4]`
+    """What an agent sees of each group. `[M, A + 4]`
+
+    Time on each device, bytes held, received and sent, each over the largest of the graph; number
+    of the most frequent op type over the number of types.
     """
     grouping = environment.grouping
     times = group_costs(grouping)[:, environment.devices]
@@ -177,5 +179,9 @@ def group_table(environment: Environment) -> F32:
     index, names = op_types(grouping.problem)
     pairs = np.bincount(grouping.of_task * len(names) + index, minlength=count * len(names))
     kind = pairs.reshape(count, len(names)).argmax(axis=1) / len(names)
-    columns = [times / max(1.0, times.max()), *(size / max(1.0, size.max()) for size in sizes), kind]
+    columns = [
+        times / max(1.0, times.max()),
+        *(size / max(1.0, size.max()) for size in sizes),
+        kind,
+    ]
     return np.column_stack(columns).astype(np.float32)

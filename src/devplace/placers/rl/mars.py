@@ -27,15 +27,15 @@ Differs from the paper in, or chosen where nothing is known:
 - Memory: `hard` has what does not fit cost more than all that fits (`costs.HardLimit`); `published`
   is the rule of HDP, the line that Mars comes from: a failing placement counts as `failing_s`.
 
-`MarsNoPretraining` is the same without DGI. The other rows of the slides' table, learned by the same
-loop, are in `encoder_placer` and `grouper_placer`.
+`MarsNoPretraining` is the same without DGI. The other rows of the slides' table, learned by the
+same loop, are in `encoder_placer` and `grouper_placer`.
 """
 # mypy: allow-subclassing-any
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -172,11 +172,11 @@ class Mars:
             )
         return environment.best()
 
-    def _policy(self, environment: Environment, device: torch.device) -> EncoderPolicy:
-        """The networks, with their first weights."""
+    def _policy(self, environment: Environment, device: torch.device) -> Any:
+        """The networks, with their first weights: a module that is a `Policy`."""
         return EncoderPolicy(self, environment, device).to(device)
 
-    def _pretrain(self, policy: EncoderPolicy, training: Training) -> None:
+    def _pretrain(self, policy: Any, training: Training) -> None:
         """Deep Graph Infomax on the encoder; ends early when the budget is spent."""
         if not self.pretraining_steps:
             return

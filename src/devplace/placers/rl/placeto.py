@@ -1,27 +1,27 @@
 """Placeto: improves a placement one group at a time, guided by a graph embedding.
 
 Paper: Addanki, Bojja Venkatakrishnan, Gupta, Mao, Alizadeh (2019), Placeto: learning generalizable
-device placement algorithms for distributed machine learning, NeurIPS, arXiv 1906.08879. A state is a
-placement and the group whose turn it is; an action gives this group a device. An episode starts from
-a fixed random placement and visits every group once in topological order. With C the cost of a
-placement, step i earns what it improves, and a policy gradient with a baseline for each step,
+device placement algorithms for distributed machine learning, NeurIPS, arXiv 1906.08879. A state is
+a placement and the group whose turn it is; an action gives this group a device. An episode starts
+from a fixed random placement and visits every group once in topological order. With C the cost of a
+placement, step i earns what it improves, and the policy gradient has a baseline for each step,
 
     r_i = log C_i - log C_i+1,   G_i = sum_{j >= i} g^{j-i} r_j,
     grad J = mean_i (G_i - b_i) grad log p(a_i | state i),   b_i = mean of G_i in the last episodes.
 
-The policy sees the graph as `StateEmbedding` does: messages go down and up the graph in rounds, then
-own embedding and those pooled over ancestors, descendants and parallel groups lead to logits.
+The policy sees the graph as `StateEmbedding` does: messages go down and up the graph in rounds,
+then own embedding and those pooled over ancestors, descendants and parallel groups give logits.
 
 As b_i may depend on the way to state i, and with g = 1, the whole improvement of the episode may
 stand for each G_i: the gradient is the same in expectation, and only the end of the episode has to
-be evaluated. `reward = "final"` does so (the released code has such an option); with hundreds of
-groups it learns far more from as many evaluations. `improvement` evaluates every step, as the paper.
+be evaluated. `reward = "final"` does so (the released code has such an option): with many groups it
+learns far more from as many evaluations. `improvement` evaluates every step, as the paper does.
 
 Memory: a placement over the limits counts `s_per_gb` more for each GB, at most `most_s`.
 
 Hyper-parameters. From the released code: 8 rounds, g = 1, baseline over 10 episodes, gradient norm
-1.25, 2 s per GB up to 10 s, learning rate and entropy weight that fall linearly, hidden layer of the
-policy twice as wide as its input. Tuned here on nmt-4 for few evaluations: number of groups,
+1.25, 2 s per GB up to 10 s, learning rate and entropy weight that fall linearly, hidden layer of
+the policy twice as wide as its input. Tuned here on nmt-4 for few evaluations: number of groups,
 episodes per update, learning rates, entropy weight.
 
 Differs from the released code in:
@@ -114,7 +114,7 @@ class Placeto:
     gradient_norm: float = 1.25
     reward: Literal["improvement", "final"] = "final"
     memory: Literal["published", "hard"] = "published"
-        s_per_gb: float = 2.0
+    s_per_gb: float = 2.0
     most_s: float = 10.0
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
@@ -139,7 +139,9 @@ class Placeto:
             environment,
             lambda outcome: soft_penalty(outcome, self.s_per_gb, self.most_s),
         )
-        start = sample(masked(torch.zeros(policy.allowed.shape), policy.allowed.cpu()), training.generator)
+        start = sample(
+            masked(torch.zeros(policy.allowed.shape), policy.allowed.cpu()), training.generator
+        )
         kept = Values(returns=torch.zeros(0, environment.num_groups, dtype=torch.float64))
         training.track(policy=policy, optimizer=optimizer, cost=cost, kept=kept)
         while not training.is_done:
@@ -235,9 +237,9 @@ def baseline_of(last: Tensor, returns: Tensor) -> Tensor:
 class StateEmbedding(nn.Module):
     """Messages down and up the graph, then means over ancestors, descendants and parallel groups.
 
-    With x features of a group, in each direction `h <- x + g(mean over neighbours of f(h))` for some
-    rounds from h = x; f, g and the functions around each pool are two layers of neurons. The embedding
-    of a group is its own e = [h_down, h_up] and `g(mean f(e))` of the three sets.
+    With x features of a group, in each direction `h <- x + g(mean over neighbours of f(h))` for
+    some rounds from h = x; f, g and the functions around each pool are two layers of neurons. The
+    embedding of a group is its own e = [h_down, h_up] and `g(mean f(e))` of the three sets.
 
     Args:
         parents: 1 at (i, j) if group i reads what group j makes. `[M, M]`
@@ -266,7 +268,9 @@ class StateEmbedding(nn.Module):
     def forward(self, features: Tensor, turns: Tensor) -> Tensor:
         """Embedding of the group whose turn it is. `[B, M, F]`, int64 `[B]` -> `[B, 8 F]`"""
         ways = []
-        for weights, send, receive in zip((self.down, self.up), self.send, self.receive, strict=True):
+        for weights, send, receive in zip(
+            (self.down, self.up), self.send, self.receive, strict=True
+        ):
             h = features
             for _ in range(self.rounds):
                 h = features + receive(weights @ send(h))

@@ -67,9 +67,7 @@ class SegmentSeq2Seq(nn.Module):
         begin = torch.full_like(actions[:, :1], self.num_actions)
         chosen = self.chosen(torch.cat([begin, actions[:, :-1]], 1))
         outputs, _ = self.decoder(states + chosen)
-        pairs = zip(
-            outputs.split(self.segment, 1), states.split(self.segment), strict=True
-        )
+        pairs = zip(outputs.split(self.segment, 1), states.split(self.segment), strict=True)
         return masked(torch.cat([self._logits(*pair) for pair in pairs], 1), allowed)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
