@@ -29,11 +29,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "post-ppo": {},
     "post-pg": {},
     "colocrl": {"hidden": 16, "attention": 8, "learning_rate": 0.01},
-    "placeto": {"rounds": 2, "memory": "hard"},
+    "placeto": {"rounds": 1, "memory": "hard"},
     "mars": MARS | {"pretraining_steps": 10},
     "mars-no-pretraining": MARS,
     "grouper-placer": MARS | {"coarse_groups": 8, "learning_rate": 0.01},
-    "encoder-placer": MARS | {"hidden": 32, "encoder_layers": 1, "learning_rate": 0.01},
+    "encoder-placer": MARS | {"hidden": 32, "encoder_layers": 1, "learning_rate": 0.005},
 }
 NAMES = list(LEARNING)
 S = 10**9
