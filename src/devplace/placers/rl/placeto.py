@@ -18,11 +18,12 @@ be evaluated. `reward = "final"` does so (the released code has such an option):
 learns far more from as many evaluations. `improvement` evaluates every step, as the paper does.
 
 Memory: a placement over the limits counts `s_per_gb` more for each GB, at most `most_s`.
+That is blind to a measured run that fails within the limits; `memory = "hard"` is not.
 
 Hyper-parameters. From the released code: 8 rounds, g = 1, baseline over 10 episodes, gradient norm
 1.25, 2 s per GB up to 10 s, learning rate and entropy weight that fall linearly, hidden layer of
-the policy twice as wide as its input. Tuned here on nmt-4 for few evaluations: number of groups,
-episodes per update, learning rates, entropy weight.
+the policy twice as wide as its input. Chosen here, as evaluations are few: number of groups;
+and compared on 48 groups: kind of reward, episodes per update, learning rates, entropy weight.
 
 Differs from the released code in:
 - The cost enters as its logarithm (an option there), so that nothing depends on the unit of time.
