@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "placeto": {"rounds": 1, "memory": "hard"},
     "mars": MARS | {"pretraining_steps": 10},
     "mars-no-pretraining": MARS,
-    "grouper-placer": MARS | {"coarse_groups": 8, "learning_rate": 0.01},
+    "grouper-placer": MARS | {"coarse_groups": 8, "samples": 10},
     "encoder-placer": MARS | {"hidden": 32, "encoder_layers": 1, "learning_rate": 0.005},
 }
 NAMES = list(LEARNING)
