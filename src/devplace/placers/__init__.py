@@ -30,8 +30,12 @@ from devplace.placers.throughput import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl
+    from devplace.placers.rl.encoder_placer import EncoderPlacer
+    from devplace.placers.rl.grouper_placer import GrouperPlacer
     from devplace.placers.rl.hdp import Hdp, HdpNoGrouping, HdpRandomGrouping
+    from devplace.placers.rl.mars import Mars, MarsNoPretraining
     from devplace.placers.rl.options import TrainingOptions
+    from devplace.placers.rl.placeto import Placeto
     from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
     from devplace.placers.rl.spotlight import Spotlight
 
@@ -76,6 +80,11 @@ LEARNING = {
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
     "post-pg": ("post", "PostPg"),
+    "placeto": ("placeto", "Placeto"),
+    "mars": ("mars", "Mars"),
+    "mars-no-pretraining": ("mars", "MarsNoPretraining"),
+    "grouper-placer": ("grouper_placer", "GrouperPlacer"),
+    "encoder-placer": ("encoder_placer", "EncoderPlacer"),
 }
 
 __all__ = [
@@ -89,12 +98,14 @@ __all__ = [
     "Contiguous",
     "Cpu",
     "DataParallel",
+    "EncoderPlacer",
     "Etf",
     "Evaluator",
     "Even",
     "Exact",
     "Expert",
     "Greedy",
+    "GrouperPlacer",
     "Hdp",
     "HdpNoGrouping",
     "HdpRandomGrouping",
@@ -103,11 +114,14 @@ __all__ = [
     "MEtf",
     "MSct",
     "MTopo",
+    "Mars",
+    "MarsNoPretraining",
     "Mayer",
     "MinCut",
     "MinCutRepaired",
     "PipeDream",
     "Placer",
+    "Placeto",
     "Post",
     "PostCe",
     "PostPg",
