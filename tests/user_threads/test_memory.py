@@ -103,10 +103,10 @@ def test_s05_a_fixed_buffer_per_device_makes_fewer_devices_better() -> None:
 
 
 def test_s08_shared_memory_is_not_offered_twice() -> None:
-    """120 in a pool of 100 is refused, although accelerator and CPU each claim 100; moving layers
-    to the CPU is no gain; 90 is accepted."""
+    """120 and an input of 1 in a pool of 100 are refused, although accelerator and CPU each claim
+    100; moving layers to the CPU is no gain; 90 is accepted."""
     too_large = hand_problem(chain([30] * 4, "1,20"), muni(100))
-    with pytest.raises(InfeasibleError, match=r"120 B.*100 B, 20 B too little"):
+    with pytest.raises(InfeasibleError, match=r"121 B.*100 B, 21 B too little"):
         place(too_large, Search(), "500ev")
     split = hand_placement(too_large, dict.fromkeys(("w3", "y3", "u3"), "cpu:0"))
     timeline = simulate(too_large, split)

@@ -16,9 +16,9 @@ from devplace.cost.signature import OpCall
 MOST_BYTES = 4 * 2**30
 # Repetitions of an op in one CUDA graph: enough that launching the graph does not show (a few us).
 CHAIN_NS = 1_000_000
-MOST_CHAIN, LEAST_CHAIN = 160, 8
-REPLAYS = 5
-MOST_CACHED_BYTES = 2 * 2**30
+MOST_CHAIN, LEAST_CHAIN = 160, 4
+MOST_REPLAYS, LEAST_REPLAYS = 5, 2
+REPLAYS_NS = 5_000_000
 CPU_NS = 3_000_000
 
 
@@ -49,8 +49,8 @@ def time_on_cuda(call: OpCall, device: Any) -> Timing:
     finally:
         streams.give_back(stream)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if cached > MOST_CACHED_BYTES:  # every graph had a pool of its own
-            torch.cuda.empty_cache()
+        if cached > torch.cuda.get_device_properties(device).total_memory // 8:
+            torch.cuda.empty_cache()  # every graph had a pool of its own
 
 
 def _timed(call: OpCall, device: Any, stream: Any) -> Timing:
@@ -64,8 +64,9 @@ def _timed(call: OpCall, device: Any, stream: Any) -> Timing:
         chain = max(LEAST_CHAIN, min(MOST_CHAIN, most, CHAIN_NS // max(1, alone_ns)))
         chain = max(chain, min(arguments.copies, most))  # each copy is read once a replay
         keeps = made >= 2**20 and chain <= most
+        replays = max(LEAST_REPLAYS, min(MOST_REPLAYS, REPLAYS_NS // max(1, chain * alone_ns)))
         try:
-            return Timing(_chained(arguments, stream, chain, keeps), workspace)
+            return Timing(_chained(arguments, stream, chain, replays, keeps), workspace)
         except RuntimeError:
             torch.cuda.synchronize(device)
             return Timing(alone_ns, workspace)
@@ -99,7 +100,7 @@ def _alone(arguments: Arguments, stream: Any, device: Any) -> tuple[int, int, in
     return round(begin.elapsed_time(end) * 1e6), max(0, workspace), max(0, made_bytes)
 
 
-def _chained(arguments: Arguments, stream: Any, count: int, keeps: bool) -> int:
+def _chained(arguments: Arguments, stream: Any, count: int, replays: int, keeps: bool) -> int:
     graph = torch.cuda.CUDAGraph()
     kept: list[Any] = []  # so that results are not written to the same place in the cache
     graph.capture_begin(capture_error_mode="relaxed")
@@ -110,7 +111,7 @@ def _chained(arguments: Arguments, stream: Any, count: int, keeps: bool) -> int:
                 kept.append(made)
     finally:
         _end(graph)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     graph.replay()
     events[0].record(stream)
     for event in events[1:]:

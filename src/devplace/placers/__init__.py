@@ -30,9 +30,15 @@ from devplace.placers.throughput import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl
+    from devplace.placers.rl.encoder_placer import EncoderPlacer
+    from devplace.placers.rl.grouper_placer import GrouperPlacer
+    from devplace.placers.rl.hdp import Hdp, HdpNoGrouping, HdpRandomGrouping
     from devplace.placers.rl.learned import Learned
+    from devplace.placers.rl.mars import Mars, MarsNoPretraining
     from devplace.placers.rl.options import TrainingOptions
+    from devplace.placers.rl.placeto import Placeto
     from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
+    from devplace.placers.rl.spotlight import Spotlight
 
     ALL: tuple[type[Placer], ...]
 
@@ -67,11 +73,20 @@ ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
 # Name -> module in `rl` and class of the placers that learn; loaded when first used.
 LEARNING = {
     "colocrl": ("colocrl", "ColocRl"),
+    "hdp": ("hdp", "Hdp"),
+    "hdp-no-grouping": ("hdp", "HdpNoGrouping"),
+    "hdp-random-grouping": ("hdp", "HdpRandomGrouping"),
+    "spotlight": ("spotlight", "Spotlight"),
     "learned": ("learned", "Learned"),
     "post": ("post", "Post"),
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
     "post-pg": ("post", "PostPg"),
+    "placeto": ("placeto", "Placeto"),
+    "mars": ("mars", "Mars"),
+    "mars-no-pretraining": ("mars", "MarsNoPretraining"),
+    "grouper-placer": ("grouper_placer", "GrouperPlacer"),
+    "encoder-placer": ("encoder_placer", "EncoderPlacer"),
 }
 
 __all__ = [
@@ -85,23 +100,31 @@ __all__ = [
     "Contiguous",
     "Cpu",
     "DataParallel",
+    "EncoderPlacer",
     "Etf",
     "Evaluator",
     "Even",
     "Exact",
     "Expert",
     "Greedy",
+    "GrouperPlacer",
+    "Hdp",
+    "HdpNoGrouping",
+    "HdpRandomGrouping",
     "Heft",
     "Layers",
     "Learned",
     "MEtf",
     "MSct",
     "MTopo",
+    "Mars",
+    "MarsNoPretraining",
     "Mayer",
     "MinCut",
     "MinCutRepaired",
     "PipeDream",
     "Placer",
+    "Placeto",
     "Post",
     "PostCe",
     "PostPg",
@@ -113,6 +136,7 @@ __all__ = [
     "ScotchRepaired",
     "Search",
     "Single",
+    "Spotlight",
     "ThroughputResult",
     "Topo",
     "TrainingOptions",

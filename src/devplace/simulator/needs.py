@@ -47,7 +47,8 @@ class Needs:
         """Whether groups that have only some devices to go to are too much for these."""
         for row in np.unique(self.allowed, axis=0):
             inside = ~(self.allowed & ~row[None, :]).any(axis=1)
-            if int(self.static_bytes[inside].sum()) > int(self.room_bytes[row].sum()):
+            room = sum(self.room_bytes[row].tolist())  # limits may be close to the largest int64
+            if sum(self.static_bytes[inside].tolist()) > room:
                 return True
         return False
 
