@@ -7,6 +7,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
+import learned_tables
 import search_tables
 from common import RESULTS
 
@@ -259,8 +260,14 @@ def scaling(data: dict[str, Any]) -> str:
     return search_tables.scaling(data, provenance_line(data["provenance"]))
 
 
+def generalisation(data: dict[str, Any]) -> str:
+    """See `learned_tables`."""
+    return learned_tables.generalisation(data, provenance_line(data["provenance"]))
+
+
 TABLES = {
     "ablation": ablation,
+    "generalisation": generalisation,
     "scaling": scaling,
     "compare_placers": compare_placers,
     "plan_nmt8": plan_nmt8,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from devplace.placers.rl.encoder_placer import EncoderPlacer
     from devplace.placers.rl.grouper_placer import GrouperPlacer
     from devplace.placers.rl.hdp import Hdp, HdpNoGrouping, HdpRandomGrouping
+    from devplace.placers.rl.learned import Learned
     from devplace.placers.rl.mars import Mars, MarsNoPretraining
     from devplace.placers.rl.options import TrainingOptions
     from devplace.placers.rl.placeto import Placeto
@@ -76,6 +77,7 @@ LEARNING = {
     "hdp-no-grouping": ("hdp", "HdpNoGrouping"),
     "hdp-random-grouping": ("hdp", "HdpRandomGrouping"),
     "spotlight": ("spotlight", "Spotlight"),
+    "learned": ("learned", "Learned"),
     "post": ("post", "Post"),
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
@@ -111,6 +113,7 @@ __all__ = [
     "HdpRandomGrouping",
     "Heft",
     "Layers",
+    "Learned",
     "MEtf",
     "MSct",
     "MTopo",

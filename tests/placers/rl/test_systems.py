@@ -24,6 +24,7 @@ from devplace.testing import brute_force, check_placer, hand_machine, hand_probl
 # Hyper-parameters for graphs of a few ops: small networks, quick steps.
 MARS: dict[str, Any] = {"hidden": 16, "encoder_hidden": 16, "segment": 8}
 SMALL: dict[str, dict[str, Any]] = {
+    "learned": {"weights": None, "hidden": 16, "own_rate": 0.2},
     "post": {"mix": 0.01},
     "post-ce": {"mix": 0.01},
     "post-ppo": {},

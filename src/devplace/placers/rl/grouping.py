@@ -78,7 +78,7 @@ class Grouping:
 
 def colocation(problem: Problem) -> Grouping:
     """Every colocation group by itself: nothing is joined."""
-    return Grouping(problem, _renumbered(problem, np.arange(problem.core.tasks.num_groups)))
+    return Grouping(problem, renumbered(problem, np.arange(problem.core.tasks.num_groups)))
 
 
 def colocated(problem: Problem, most: int = 64) -> Grouping:
@@ -191,7 +191,7 @@ def task_edges(problem: Problem) -> I64:
 def random_groups(problem: Problem, count: int, rng: np.random.Generator) -> Grouping:
     """Every colocation group in one of `count` groups at random (HDP's ablation)."""
     return Grouping(
-        problem, _renumbered(problem, rng.integers(0, count, problem.core.tasks.num_groups))
+        problem, renumbered(problem, rng.integers(0, count, problem.core.tasks.num_groups))
     )
 
 
@@ -219,7 +219,7 @@ def joined(problem: Problem, unit: I64, most: int) -> Grouping:
         if int(merged.max(initial=0)) + 1 == count:
             limit *= 2
         unit = merged[unit]
-    return Grouping(problem, _renumbered(problem, unit))
+    return Grouping(problem, renumbered(problem, unit))
 
 
 def _matching(graph: GroupGraph, unit: I64, work: F64, limit: float, surplus: int) -> I64:
@@ -255,7 +255,7 @@ def _matching(graph: GroupGraph, unit: I64, work: F64, limit: float, surplus: in
     return partner
 
 
-def _renumbered(problem: Problem, unit: NDArray[np.integer]) -> I32:
+def renumbered(problem: Problem, unit: NDArray[np.integer]) -> I32:
     """The same groups numbered by their first task."""
     tasks = problem.core.tasks
     per_task = unit[tasks.group]
