@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from devplace.errors import InputError
+from devplace.load.cp_sat import cp_model, solve
 from devplace.load.items import Items
 from devplace.load.problem import I32
 
@@ -31,21 +31,6 @@ class ExactAnswer:
     device: I32 | None
     bound_ps: int
     status: str
-
-
-def cp_model() -> Any:
-    """The CP-SAT module.
-
-    Raises:
-        InputError: OR-Tools is not installed.
-    """
-    try:
-        from ortools.sat.python import cp_model as module
-    except ImportError:
-        raise InputError(
-            "Exact solving needs OR-Tools, which is not installed. Install devplace[exact]."
-        ) from None
-    return module
 
 
 def solve_exactly(
@@ -71,7 +56,7 @@ def solve_exactly(
     solver.parameters.max_time_in_seconds = max(0.01, seconds)
     solver.parameters.num_workers = max(1, threads)
     solver.parameters.random_seed = seed % 2**31
-    status = solver.solve(model.model)
+    status = solve(solver, model.model)
     if status == cp.INFEASIBLE:
         return ExactAnswer(None, bound_ps, "infeasible")
     bound = max(bound_ps, round(solver.best_objective_bound) * model.unit)
@@ -95,7 +80,7 @@ def bin_packing(items: Items, seconds: float, threads: int, seed: int) -> ExactA
     solver.parameters.max_time_in_seconds = max(0.01, seconds)
     solver.parameters.num_workers = max(1, threads)
     solver.parameters.random_seed = seed % 2**31
-    status = solver.solve(model.model)
+    status = solve(solver, model.model)
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
         return ExactAnswer(None, 0, "infeasible" if status == cp.INFEASIBLE else "unknown")
     device = np.array(

@@ -12,7 +12,8 @@ import numpy as np
 from devplace.errors import InputError
 from devplace.load import reference
 from devplace.load.bounds import item_bound, quick_bound, why_infeasible
-from devplace.load.exact import bin_packing, cp_model, solve_exactly
+from devplace.load.cp_sat import cp_model
+from devplace.load.exact import bin_packing, solve_exactly
 from devplace.load.items import Items, make_items
 from devplace.load.native import solvers_module
 from devplace.load.problem import I32, LoadProblem, broken_rule, check_devices, loads

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
+from devplace.load.cp_sat import cp_model, solve
 from devplace.placers.classes import make_classes
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.exact_model import Space, StepModel
@@ -99,8 +100,7 @@ class _Solve:
 
     def run(self, seed: int) -> Placement:
         """Solve with what the budget leaves, and simulate what was found."""
-        from ortools.sat.python import cp_model as cp
-
+        cp = cp_model()
         problem, evaluate = self._problem, self._evaluate
         least = lower_bound(problem).step_ns
         if self._fits and self._step_ns <= least:
@@ -113,7 +113,7 @@ class _Solve:
         self._hint(model)
         solver = cp.CpSolver()
         self._limit(solver, seed)
-        status = solver.solve(model.model)
+        status = solve(solver, model.model)
         if status == cp.MODEL_INVALID:
             raise AssertionError(model.model.validate())
         if status == cp.INFEASIBLE:

@@ -1,0 +1,56 @@
+"""CP-SAT of OR-Tools (`devplace[exact]`), so that Ctrl-C stops it as it stops anything else."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from devplace.errors import InputError
+
+
+def cp_model() -> Any:
+    """The CP-SAT module.
+
+    Raises:
+        InputError: OR-Tools is not installed.
+    """
+    try:
+        from ortools.sat.python import cp_model as module
+    except ImportError:
+        raise InputError(
+            "Exact solving needs OR-Tools, which is not installed. Install devplace[exact]."
+        ) from None
+    return module
+
+
+def solve(solver: Any, model: Any) -> int:
+    """The status after solving `model` in a thread of its own.
+
+    OR-Tools takes over Ctrl-C while it solves, and afterwards leaves a handler that ends the
+    process. Here Python keeps it.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the solver has stopped.
+    """
+    solver.parameters.catch_sigint_signal = False
+    status: list[int] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            status.append(solver.solve(model))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="CP-SAT")
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+    except KeyboardInterrupt:
+        solver.stop_search()
+        thread.join()
+        raise
+    if failures:
+        raise failures[0]
+    return status[0]
