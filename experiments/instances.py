@@ -83,6 +83,8 @@ def table(data: dict[str, Any]) -> str:
     lines += ["", f"Better than known: {', '.join(better) or 'none'}."]
     lines.append(f"Equal (within {MATCHES:.1%}): {equal}. Worse: {', '.join(worse) or 'none'}.")
     made = data["provenance"]
+    if note := data.get("note"):
+        return "\n".join([*lines, "", note]) + "\n"
     lines += [
         "",
         f"Made on {made['cores']} cores of {made['cpu']}, Python {made['python']}, devplace "

@@ -25,7 +25,7 @@ def compare_placers(data: dict[str, Any]) -> str:
         "graphs captured on a CPU. *over* marks plans that exceed a memory limit. The last "
         "columns are the lower bound, and how far the median of `search` is above it.",
         "",
-        provenance_line(data["provenance"]),
+        " ".join([provenance_line(data["provenance"]), data.get("note", "")]).rstrip(),
         "",
     ]
     cells: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -270,6 +270,7 @@ TABLES = {
     "generalisation": generalisation,
     "scaling": scaling,
     "compare_placers": compare_placers,
+    "compare_60s": compare_placers,
     "plan_nmt8": plan_nmt8,
     "gpu_first": gpu_first,
     "gpu_plans": gpu_plans,
