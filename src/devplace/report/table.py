@@ -78,8 +78,8 @@ def comparison_table(
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
-    table.add_column(f"peak memory, {unit}", overflow="fold", min_width=15)
-    for name in ("moved", "evals", "seconds") if not loads else ("moved", "seconds"):
+    table.add_column(f"peak memory, {unit}", overflow="fold", min_width=14)
+    for name in ("moved", "evals", "s") if not loads else ("moved", "s"):
         table.add_column(name, justify="right", no_wrap=True)
     best = min((r.value_ns for r in found if r.is_feasible), default=-1)
     for row in results:
