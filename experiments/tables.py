@@ -275,6 +275,7 @@ TABLES = {
     "gpu_first": gpu_first,
     "gpu_plans": gpu_plans,
     "gpu_prediction": gpu_plans,
+    "gpu_prediction_2": gpu_plans,
     "gpu_memory": gpu_memory,
 }
 
