@@ -16,6 +16,7 @@ them; what HDP's authors give for the same kind of network (failing signal, logi
 `C tanh(l / T)` with C = 5, gradient norm 1) is taken from there.
 
 Differs from the paper in:
+
 - One process draws K placements at once, instead of several controllers with a parameter server.
 - The encoder reads both directions, as HDP's does.
 - Group embeddings are `features.group_features`: type counts where the paper learns an embedding of

@@ -7,6 +7,7 @@ devices of all groups at once (`segments.SegmentTransformer`); PPO as in `mars`.
 Source: Zhou et al. (2019), GDP: generalized device placement for dataflow graphs, arXiv 1910.01578.
 
 Differs from GDP in:
+
 - Sizes, which were not found, are chosen here: Mars's.
 - Groups of ops are placed, as in `mars`; there is no superposition of policies, as one graph is.
 - A group's place in the topological order is added to its embedding, without which the like ops of

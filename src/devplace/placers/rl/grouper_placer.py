@@ -7,6 +7,7 @@ grouping and the devices that were drawn.
 Source: Mirhoseini et al. (2018), A hierarchical model for device placement, ICLR.
 
 Differs from it in:
+
 - The loop is that of `mars`.
 - Units are the groups that Mars places, so that all rows of the table decide about the same things.
 - Every placement drawn has its own grouping.

@@ -18,6 +18,7 @@ Hyper-parameters. Published: C = 5, T = 10, m = 1, k = 4, Adam at a fixed rate o
 LSTMs of 512, a hidden layer of 64 in the Grouper, 5 outputs of 5 sizes, 10 neighbours, noise of
 half the logits' root mean square for 750 samples, failing signal 100 s, failures ignored after
 1,000 samples, decay of the baseline 0.9. These are kept except, tuned on nmt-2:
+
 - Adam's rate and T together: 0.0005 and 1. With more, the policy is certain within 100 samples,
   and of one device, as all groups share its weights.
 - LSTMs of 128, attention of 64: as good in so few samples, and several times quicker.
@@ -30,6 +31,7 @@ half the logits' root mean square for 750 samples, failing signal 100 s, failure
 - Decay of the baseline 0.5: one that lags rewards whatever was drawn.
 
 Differs from paper and code in:
+
 - A bonus keeps the Placer's entropy up: `entropy_weight s / sqrt(groups)` times that of each group,
   where s is a moving average of how far rewards of placements that fit are from their mean.
 - Of the released code's faults none is repeated. There the loss scores a grouping and a placement

@@ -15,6 +15,7 @@ Hyper-parameters: the slides and abstract give none; all are chosen here. Learni
 gradient steps and steps of pre-training were compared on nmt-4; the others are usual values.
 
 Differs from the paper in, or chosen where nothing is known:
+
 - The encoder reads every op; the placer places groups of ops (`grouping.colocated`, at most
   `groups`), each with the mean embedding of its ops. `groups=0` places every colocation group by
   itself; that is several times slower.

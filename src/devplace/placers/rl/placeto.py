@@ -26,6 +26,7 @@ the policy twice as wide as its input. Chosen here, as evaluations are few: numb
 and compared on 48 groups: kind of reward, episodes per update, learning rates, entropy weight.
 
 Differs from the released code in:
+
 - The cost enters as its logarithm (an option there), so that nothing depends on the unit of time.
 - Rewards are improvements, as in the paper; the environment re-released with Park has them negated.
 - Neighbours and sets are averaged, not summed: sums over hundreds of groups grow out of bounds.

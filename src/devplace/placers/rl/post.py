@@ -19,6 +19,7 @@ Hyper-parameters. Published: elites 0.1, ten PPO steps, 2,400 samples, u = 0. No
 chosen here and tuned on nmt-4: K, N, eps, the learning rates, the penalty.
 
 Differs from the paper in:
+
 - The advantage A is a reward -sqrt(step) less a moving average, scaled to unit deviation over
   the K samples. The paper's is not known.
 - Groups come from `grouping.colocated`, at most `groups` of them.

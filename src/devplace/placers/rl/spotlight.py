@@ -17,6 +17,7 @@ beta changes, for which PPO's own rule is taken. Chosen here: all of them; KL's 
 on nmt-4, the bonus for entropy is what tiny graphs need.
 
 Differs from the paper in:
+
 - The encoder reads both directions and has one layer; the paper's network is said to have two.
 - The advantage is the reward less the mean of the K, scaled to unit deviation. The paper's is not
   known.
