@@ -18,7 +18,7 @@ Differs from the paper in, or chosen where nothing is known:
 
 - The encoder reads every op; the placer places groups of ops (`grouping.colocated`, at most
   `groups`), each with the mean embedding of its ops. `groups=0` places every colocation group by
-  itself; that is several times slower.
+  itself, which takes many seconds per sample on graphs of ten thousand ops.
 - Features of an op are its type and output sizes.
 - Convolutions carry PReLU, corruption shuffles rows, readout is the mean under a sigmoid, the
   discriminator is bilinear: DGI's own. The encoder goes on learning with the placer.
