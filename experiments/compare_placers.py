@@ -3,7 +3,8 @@
 Writes docs/results/compare_placers.json; tables are made from it by `tables.py`. The budget counts
 simulations, so that results do not depend on the speed of the computer. Placers without randomness
 run once; one that does not support a problem has a row with the reason. Run:
-`python experiments/compare_placers.py [--budget 4000ev] [--seeds 3] [--placers a,b]`.
+`python experiments/compare_placers.py [--budget 4000ev] [--seeds 3] [--placers a,b]
+[--machines a,b] [--name compare_60s]`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ MACHINES = ("k40x2", "k40x4", "k40x8", "h100x4")
 SEEDED = ("random", "search", *placers.LEARNING)
 
 
-def rows(name: str, kinds: list[placers.Placer], budget: str, seeds: int) -> list[dict[str, Any]]:
+def rows(
+    name: str, machines: list[str], kinds: list[placers.Placer], budget: str, seeds: int
+) -> list[dict[str, Any]]:
     """Results of one workload on all machines."""
     begin = time.process_time()
     graph = capture_workload(name)
     capture_s = time.process_time() - begin
     found = []
-    for machine_name in MACHINES:
+    for machine_name in machines:
         machine = load_machine(machine_name)
         problem = Problem(graph, machine, Analytic()(graph, machine))
         bound = lower_bound(problem)
@@ -72,12 +75,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workloads", default=",".join(workloads.NAMES))
     parser.add_argument("--placers", default=",".join(kind().name for kind in placers.PLAIN))
+    parser.add_argument("--machines", default=",".join(MACHINES))
+    parser.add_argument("--name", default="compare_placers", help="of the result file")
     options = parser.parse_args()
     kinds = [placers.by_name(placer) for placer in options.placers.split(",")]
     data: dict[str, Any] = {"provenance": provenance(), "budget": options.budget, "rows": []}
     for name in options.workloads.split(","):
-        data["rows"] += rows(name, kinds, options.budget, options.seeds)
-        write("compare_placers", data)
+        data["rows"] += rows(
+            name, options.machines.split(","), kinds, options.budget, options.seeds
+        )
+        write(options.name, data)
 
 
 if __name__ == "__main__":
