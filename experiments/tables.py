@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import learned_tables
+import published_pages
 import search_tables
 from common import RESULTS
 
@@ -265,7 +266,15 @@ def generalisation(data: dict[str, Any]) -> str:
     return learned_tables.generalisation(data, provenance_line(data["provenance"]))
 
 
+def published_tables(data: dict[str, Any]) -> str:
+    """See `published_pages`; writes the pictures too."""
+    for name, picture in published_pages.pictures(data).items():
+        (RESULTS / name).write_text(picture)
+    return published_pages.page(data, provenance_line(data["provenance"]))
+
+
 TABLES = {
+    "published_tables": published_tables,
     "ablation": ablation,
     "generalisation": generalisation,
     "scaling": scaling,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import numpy as np
 from devplace.auto.measure import Measurer
 from devplace.auto.rewards import MeasuredSteps
 from devplace.auto.sources import step_sources
+from devplace.auto.timing import alone
 from devplace.cost.analytic import Analytic
 from devplace.machine import load_machine
 from devplace.placers import Post, place
@@ -17,13 +21,13 @@ from devplace.problem import Problem
 from tests.auto.steps import captured, hostile
 
 
-def measured(measurer: Measurer) -> tuple[Problem, MeasuredSteps]:
+def measured(*measurers: Measurer) -> tuple[Problem, MeasuredSteps]:
     """A small step on two logical CPU devices."""
     graph, model, optimizer, batch = captured()
     machine = load_machine("cpux2")
     problem = Problem(graph, machine, Analytic()(graph, machine))
     sources = step_sources(graph, model, optimizer, batch)
-    return problem, MeasuredSteps(problem, sources, measurer)
+    return problem, MeasuredSteps(problem, sources, *measurers)
 
 
 def test_a_placer_learns_from_steps_that_ran() -> None:
@@ -50,3 +54,38 @@ def test_a_placement_that_kills_its_process_is_a_failure(tmp_path: Path) -> None
         assert steps(all_on(problem, 1)) is not None
         assert steps.measurements[0].kind == "killed"
         assert np.isfinite(steps(all_on(problem, 1)) or np.inf)
+
+
+def test_several_measurers_share_the_placements_of_an_update(tmp_path: Path) -> None:
+    """Each placement is run once, by one of them; equal ones in one update count as one."""
+    lock = str(tmp_path / "lock")
+    with ExitStack() as stack:
+        measurers = [stack.enter_context(Measurer(0.01, lock=lock)) for _ in range(2)]
+        problem, steps = measured(*measurers)
+        first, second = all_on(problem, 0), all_on(problem, 1)
+        times = steps.many([first, second, first])
+        assert times[0] == times[2]
+        assert all(times)
+        assert len(steps.measurements) == 2
+        assert all(m._child is not None for m in measurers)
+        found = place(problem, Post(per_update=4), "8ev", 0, measure=steps)
+        assert found.history[-1][2] in {m.step_ns for m in steps.measurements}
+
+
+def test_a_lock_keeps_others_out(tmp_path: Path) -> None:
+    """Whoever has the same file waits; without a file nobody does."""
+    lock, entered = str(tmp_path / "lock"), threading.Event()
+
+    def enter() -> None:
+        with alone(lock):
+            entered.set()
+
+    with alone(lock):
+        other = threading.Thread(target=enter)
+        other.start()
+        time.sleep(0.05)
+        assert not entered.is_set()
+        with alone(None):
+            pass
+    other.join(timeout=10)
+    assert entered.is_set()

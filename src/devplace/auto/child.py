@@ -95,13 +95,13 @@ def attempt(steps: dict[int, Any], key: int, *request: Any) -> tuple[Any, bool]:
     return answer, is_healthy
 
 
-def measure(step: Any, plan: Any, seconds: float, seed: int) -> Any:
+def measure(step: Any, plan: Any, seconds: float, seed: int, lock: str | None) -> Any:
     """Time one plan of a step."""
     from devplace.auto.timing import time_plan
 
     graph, sources = step
     placement, order, device_names = plan
-    return time_plan(graph, placement, order, device_names, sources, seconds, seed)
+    return time_plan(graph, placement, order, device_names, sources, seconds, seed, lock)
 
 
 def explain(error: BaseException) -> tuple[Any, bool]:

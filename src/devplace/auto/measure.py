@@ -113,6 +113,8 @@ class Measurer:
 
     Args:
         seconds, seed, time_limit_s, in_child, command: As for `measure`.
+        lock: File shared by measurers that work at once, so that each times its plans alone; see
+            `time_plan`.
     """
 
     def __init__(
@@ -122,8 +124,9 @@ class Measurer:
         time_limit_s: float = TIME_LIMIT_S,
         in_child: bool = True,
         command: Sequence[str] = CHILD,
+        lock: str | None = None,
     ) -> None:
-        self._settings = (seconds, seed)
+        self._settings = (seconds, seed, lock)
         self._time_limit_s = time_limit_s
         self._in_child = in_child
         self._command = command

@@ -23,6 +23,7 @@ from devplace.simulator.in_order import simulate_in_order
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 Measure = Callable[[Placement], int | None]
+"""Runs a placement: its step time, ns, or None. May have `many`, for a list of placements."""
 """Runs a placement: its step time in ns, or None if it failed."""
 
 
@@ -269,9 +270,13 @@ class Evaluator:
     ) -> None:
         """Put measured times in place of simulated ones; changes `step` and `overflow`."""
         own = priorities is not None and priorities.ndim == 2
-        for row in np.flatnonzero(overflow == 0):
+        rows, placements = np.flatnonzero(overflow == 0), []
+        for row in rows:
             priority = priorities[row] if own and priorities is not None else priorities
-            found = measure(self._placement((0, devices[row], priority)))
+            placements.append(self._placement((0, devices[row], priority)))
+        many = getattr(measure, "many", None)
+        times = many(placements) if many else [measure(each) for each in placements]
+        for row, found in zip(rows, times, strict=True):
             if found is None:
                 overflow[row] = 1
             else:

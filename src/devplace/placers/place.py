@@ -117,7 +117,8 @@ def place(
         progress: Called with the part of the budget spent so far, 0 to 1.
         measure: Runs a placement and gives its step time in ns, or None if it failed; the placer
             then learns from these times instead of simulated ones, and `history` holds them. The
-            result's own step time is simulated in any case.
+            result's own step time is simulated in any case. If it has a method `many`, that gets
+            all placements of an update at once, and gives a list.
 
     Ctrl-C ends the placer; if it had found something, that is returned.
 
