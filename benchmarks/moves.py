@@ -15,8 +15,8 @@ import devplace as dp
 from devplace import placers, workloads
 from devplace.graph.capture import capture
 from devplace.graph.coarsen import coarsen, max_depth
-from devplace.placers.classes import make_classes
 from devplace.placers.groups import mean_duration_ns
+from devplace.placers.local_search.classes import make_classes
 from devplace.problem import Problem
 from devplace.simulator import make_kernel
 

@@ -21,7 +21,7 @@ from devplace.placers import Budget, Evaluator
 from devplace.placers.rl.environment import Environment
 from devplace.placers.rl.parting import worth_parting
 from devplace.placers.rl.scene import Scene
-from devplace.placers.single import all_on
+from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.simulator import simulate
 

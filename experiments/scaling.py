@@ -22,10 +22,10 @@ from plot import Line, log_plot
 
 from devplace import placers
 from devplace.placers.budget import Budget
-from devplace.placers.classes import Best
 from devplace.placers.evaluate import Evaluator
-from devplace.placers.explore import Explorer, Schedule
-from devplace.placers.search import Search
+from devplace.placers.local_search.classes import Best
+from devplace.placers.local_search.explore import Explorer, Schedule
+from devplace.placers.local_search.search import Search
 from devplace.testing.layered import layered_problem
 
 SIZES = (1_000, 5_000, 20_000, 60_000, 200_000)

@@ -16,7 +16,7 @@ from devplace.auto.timing import alone
 from devplace.cost.analytic import Analytic
 from devplace.machine import load_machine
 from devplace.placers import Post, place
-from devplace.placers.single import all_on
+from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from tests.auto.steps import captured, hostile
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
 
 from devplace.placers import Budget, Evaluator
-from devplace.placers.single import all_on
+from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_placement, hand_problem

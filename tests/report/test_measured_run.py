@@ -10,7 +10,7 @@ from tests.strategies import random_placement
 from devplace.cost.analytic import Analytic
 from devplace.graph.capture import capture
 from devplace.machine import load_machine
-from devplace.placers.single import all_on
+from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.report import chrome_trace, measured_summary, memory_rows, not_observed
 from devplace.run.compile import compile_step

@@ -12,7 +12,7 @@ from devplace.cost import Analytic, CostTable
 from devplace.graph import OpGraph
 from devplace.machine import Machine
 from devplace.placers import Evaluator
-from devplace.placers.single import all_on
+from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
 from devplace.testing import check_cost_model, check_placer
 

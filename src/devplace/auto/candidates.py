@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from devplace.placers import Result
-from devplace.placers.even import even_split
 from devplace.placers.groups import accelerators
 from devplace.placers.modules import module_chain
 from devplace.placers.rounds import with_priority
-from devplace.placers.single import all_on
+from devplace.placers.simple.even import even_split
+from devplace.placers.simple.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate

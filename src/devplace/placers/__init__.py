@@ -1,31 +1,35 @@
-"""Who decides where ops go. A new placer is one file and one line in `PLAIN` or `LEARNING`."""
+"""Who decides where ops go. A new placer is one file and one line in `PLAIN` or `LEARNING`.
+
+A folder for each kind of placer; beside them what all share. Imports between the folders go one
+way (pyproject.toml).
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from devplace.placers.budget import Budget
-from devplace.placers.contiguous import Contiguous
-from devplace.placers.data_parallel import DataParallel
-from devplace.placers.etf import Etf
 from devplace.placers.evaluate import Evaluator, Score
-from devplace.placers.even import Even, Topo
-from devplace.placers.exact import Exact
-from devplace.placers.expert import Expert
-from devplace.placers.greedy import Greedy
-from devplace.placers.heft import Heft
-from devplace.placers.layers import Layers
-from devplace.placers.m_etf import MEtf
-from devplace.placers.m_sct import MSct
-from devplace.placers.m_topo import MTopo
-from devplace.placers.mayer import Mayer
-from devplace.placers.mincut import MinCut, MinCutRepaired
-from devplace.placers.pipedream import PipeDream
+from devplace.placers.exact.exact import Exact
+from devplace.placers.list_schedulers.etf import Etf
+from devplace.placers.list_schedulers.heft import Heft
+from devplace.placers.list_schedulers.m_etf import MEtf
+from devplace.placers.list_schedulers.m_sct import MSct
+from devplace.placers.list_schedulers.m_topo import MTopo
+from devplace.placers.list_schedulers.mayer import Mayer
+from devplace.placers.local_search.search import Search
+from devplace.placers.partitioners.contiguous import Contiguous
+from devplace.placers.partitioners.mincut import MinCut, MinCutRepaired
+from devplace.placers.partitioners.pipedream import PipeDream
+from devplace.placers.partitioners.scotch import Scotch, ScotchRepaired
 from devplace.placers.place import OBJECTIVES, Result, place
 from devplace.placers.placer import Placer
-from devplace.placers.random import Random
-from devplace.placers.scotch import Scotch, ScotchRepaired
-from devplace.placers.search import Search
-from devplace.placers.single import Cpu, Single
+from devplace.placers.simple.data_parallel import DataParallel
+from devplace.placers.simple.even import Even, Topo
+from devplace.placers.simple.expert import Expert
+from devplace.placers.simple.greedy import Greedy
+from devplace.placers.simple.layers import Layers
+from devplace.placers.simple.random import Random
+from devplace.placers.simple.single import Cpu, Single
 from devplace.placers.throughput import ThroughputResult
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from devplace.simulator.critical import critical_tasks
 from devplace.simulator.reference import critical_path_priority, simulate_core
 
 if TYPE_CHECKING:
-    from devplace.placers.explore import Schedule, Space
+    from devplace.placers.local_search.explore import Schedule, Space
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

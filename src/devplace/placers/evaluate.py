@@ -208,7 +208,7 @@ class Evaluator:
     def anneal(
         self, space: Any, settings: Any, starts: I32, priorities: I64 | None, seeds: I64
     ) -> list[tuple[I32, I64, int, int]]:
-        """Let native chains anneal (`explore.Explorer`); counts and remembers as `batch` does.
+        """Let native chains anneal (see `local_search.explore`); counts and remembers as `batch`.
 
         Returns:
             Per chain: devices of groups `[G]`, priorities of tasks `[N]`, step time, bytes over

@@ -11,7 +11,7 @@ from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Measure
 from devplace.placers.placer import Placer
 from devplace.placers.rounds import search
-from devplace.placers.single import all_on
+from devplace.placers.simple.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate

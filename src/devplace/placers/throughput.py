@@ -21,15 +21,15 @@ from devplace.load import (
 from devplace.placers import rounds
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
-from devplace.placers.even import Even
-from devplace.placers.greedy import Greedy
-from devplace.placers.layers import Layers
-from devplace.placers.mincut import MinCut
-from devplace.placers.pipedream import PipeDream
+from devplace.placers.local_search.search import Search
+from devplace.placers.partitioners.mincut import MinCut
+from devplace.placers.partitioners.pipedream import PipeDream
 from devplace.placers.place import Result, infeasible, made_for
 from devplace.placers.placer import Placer
-from devplace.placers.search import Search
-from devplace.placers.single import Single
+from devplace.placers.simple.even import Even
+from devplace.placers.simple.greedy import Greedy
+from devplace.placers.simple.layers import Layers
+from devplace.placers.simple.single import Single
 from devplace.plan import make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate

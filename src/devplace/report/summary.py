@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from devplace.placers import Result, ThroughputResult
-from devplace.placers.single import all_on
+from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.report.pipeline import load_rows
 from devplace.simulator import Timeline, simulate

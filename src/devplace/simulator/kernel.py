@@ -188,8 +188,8 @@ class NativeKernel:
         """Anneal from every start, a chain each.
 
         Args:
-            space: See `placers.explore.Space`.
-            settings: See `placers.explore.Schedule`.
+            space: See `placers.local_search.explore.Space`.
+            settings: See `placers.local_search.explore.Schedule`.
             starts: Device of each group. int32 `[K, G]`
             priorities: Of the tasks of each start, or None for critical-path ones. int64 `[K, N]`
             seeds: Of each chain. int64 `[K]`

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.group_graph import mean_work
 from devplace.placers.groups import accelerators
+from devplace.placers.partitioners.group_graph import mean_work
 from devplace.placers.rl.features import group_bytes
 from devplace.placers.rl.grouping import Grouping, by_module, colocated, colocation, renumbered
 from devplace.problem import Problem

@@ -1,0 +1,199 @@
+"""Simulated annealing by several chains at once, in native code where that was built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import legal
+from devplace.placers.local_search.classes import Best, Classes
+from devplace.problem import Problem
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+
+UNLIMITED = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """What chains move: read by the native module, which says what each array is for.
+
+    Attributes:
+        task_group: Group of each task. `[N]`
+        target: The device that a group goes to when another one is wished for. `[G, D]`
+        group_class: Class of each group, classes numbered in the order of the model. `[G]`
+        class_ptr, class_groups: Groups of each class.
+        class_weight: Part of the work in each class. `[C]`
+        devices: Where classes may go.
+        limit_bytes, pool_limit_bytes: Limits of devices and pools.
+        tracks_memory: Whether limits can bind at all.
+    """
+
+    task_group: I32
+    target: I32
+    group_class: I32
+    class_ptr: I32
+    class_groups: I32
+    class_weight: F64
+    devices: I32
+    limit_bytes: I64
+    pool_limit_bytes: I64
+    tracks_memory: bool
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What chains try, in parts of all moves; what is left over moves one class.
+
+    Attributes:
+        swap_share: Two classes change places.
+        run_share: Classes that follow one another in the model all go to one device.
+        pair_share: Two classes move, each on its own.
+        beside_share: Part of the classes moved alone or in pairs that go to the device of a task
+            they exchange a tensor with; the others go to any.
+        critical_share: Part of the moves that shift runs of the critical path, at most; the first
+            levels have less.
+        fresh_share: Part of the moves that are judged with critical-path priorities of their own,
+            which takes a simulation from the start; the others with those of the placement before.
+    """
+
+    swap_share: float = 0.2
+    run_share: float = 0.1
+    pair_share: float = 0.15
+    beside_share: float = 0.5
+    critical_share: float = 0.9
+    fresh_share: float = 0.2
+
+
+MOVES = Moves()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How chains anneal.
+
+    Attributes:
+        heat: First temperature, as a part of the step time; it falls to exp(-6) of that.
+        critical_share: Part of the moves that shift runs of the critical path.
+        most_evaluations: Per chain.
+        patience: Moves without improvement after which a chain ends.
+        seconds: For all chains, s; 0: no limit.
+        moves: What the moves are.
+    """
+
+    heat: float
+    critical_share: float
+    most_evaluations: int
+    patience: int
+    seconds: float
+    moves: Moves = MOVES
+
+
+class Explorer:
+    """Runs chains of annealing on one problem.
+
+    Args:
+        problem: What is placed.
+        evaluate: Counts what the chains simulate, and remembers what they find.
+        rng: Gives the chains their seeds.
+        chains: How many there are; part of the result, so the same on every machine.
+    """
+
+    def __init__(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator, chains: int
+    ) -> None:
+        self._problem = problem
+        self._evaluate = evaluate
+        self._rng = rng
+        self._chains = chains
+        count, devices = problem.core.tasks.num_groups, len(problem.machine.devices)
+        wishes = [legal(problem, np.full(count, d, np.int32)) for d in range(devices)]
+        self._target = np.ascontiguousarray(np.stack(wishes, axis=1), np.int32)
+
+    def run(
+        self,
+        classes: Classes,
+        starts: Sequence[Best],
+        devices: Sequence[int],
+        until: float,
+        schedule: Schedule,
+    ) -> list[Best]:
+        """Anneal from every start; if there are fewer than chains, again from the first ones.
+
+        Args:
+            classes: What is moved as one.
+            starts: Placements to begin with.
+            devices: Where classes may go.
+            until: Part of the budget (0 to 1) that may be spent by the end.
+            schedule: How; its limits are cut to what is left of the budget.
+
+        Returns:
+            The best placement of every chain, fastest first.
+        """
+        begins = [starts[k % len(starts)] for k in range(self._chains)]
+        limited = self._limited(schedule, until)
+        if limited is None:
+            return list(starts)
+        seeds = self._rng.integers(0, 2**62, self._chains)
+        found = self._evaluate.anneal(
+            self._space(classes, devices),
+            limited,
+            np.stack([best.groups for best in begins]),
+            self._priorities(begins),
+            seeds,
+        )
+        bests = [Best(groups, step, over, priority) for groups, priority, step, over in found]
+        return sorted(bests, key=lambda best: best.key)
+
+    def _priorities(self, begins: Sequence[Best]) -> I64 | None:
+        if all(best.priority is None for best in begins):
+            return None
+        kernel, group = self._evaluate.kernel, self._problem.core.tasks.group
+        rows = [
+            kernel.priority(best.groups[group]) if best.priority is None else best.priority
+            for best in begins
+        ]
+        return np.stack(rows)
+
+    def _limited(self, schedule: Schedule, until: float) -> Schedule | None:
+        """The schedule within what the budget leaves; None if that is nothing."""
+        budget = self._evaluate.budget
+        left = until - self._evaluate.fraction_spent
+        if left <= 0 or self._evaluate.exhausted:
+            return None
+        seconds, most = schedule.seconds, schedule.most_evaluations
+        if budget.seconds is not None:
+            seconds = left * budget.seconds
+        if budget.evaluations is not None:
+            most = int(until * budget.evaluations) - self._evaluate.num_evaluations
+            most = min(schedule.most_evaluations, most // self._chains)
+            if most < 2:
+                return None
+        return replace(schedule, most_evaluations=most, seconds=seconds)
+
+    def _space(self, classes: Classes, devices: Sequence[int]) -> Space:
+        wires, tasks = self._problem.core.wires, self._problem.core.tasks
+        rank = np.argsort(np.argsort(classes.position, kind="stable"), kind="stable")
+        of_group = rank[classes.of_group].astype(np.int32)
+        order = np.argsort(of_group, kind="stable").astype(np.int32)
+        sizes = np.bincount(of_group, minlength=classes.count)
+        weight = np.zeros(classes.count)
+        weight[rank] = classes.time_ns / max(1.0, float(classes.time_ns.sum()))
+        return Space(
+            task_group=np.ascontiguousarray(tasks.group, np.int32),
+            target=self._target,
+            group_class=of_group,
+            class_ptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+            class_groups=order,
+            class_weight=weight,
+            devices=np.array(devices, np.int32),
+            limit_bytes=np.ascontiguousarray(wires.limit_bytes, np.int64),
+            pool_limit_bytes=np.ascontiguousarray(wires.pool_limit_bytes, np.int64),
+            tracks_memory=not self._evaluate.memory_cannot_bind,
+        )

@@ -1,0 +1,298 @@
+"""devplace's own search: coarse by structure, then fine, then the order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.graph.coarsen import coarsen, max_depth, side_owner
+from devplace.placers.budget import Budget
+from devplace.placers.evaluate import Evaluator
+from devplace.placers.groups import (
+    accelerators,
+    by_vote,
+    mean_duration_ns,
+    op_devices,
+)
+from devplace.placers.list_schedulers.etf import Etf
+from devplace.placers.list_schedulers.heft import Heft
+from devplace.placers.local_search.classes import Best, Classes, Incumbent, make_classes
+from devplace.placers.local_search.explore import MOVES, UNLIMITED, Explorer, Moves, Schedule
+from devplace.placers.local_search.refine import improve_order, refine_placement
+from devplace.placers.modules import module_chain
+from devplace.placers.placer import Placer
+from devplace.placers.simple.data_parallel import DataParallel
+from devplace.placers.simple.even import Topo, even_split, shares
+from devplace.placers.simple.greedy import Greedy
+from devplace.placers.simple.layers import Layers
+from devplace.placers.simple.single import all_on
+from devplace.problem import Placement, Problem
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+
+# Moves of a native chain without improvement after which it ends.
+PATIENCE = 20_000
+MOST_CHAINS = 16
+LEAST_PER_CHAIN = 1000
+HEAT_OF_CLASSES = 0.4
+# What HEFT and ETF together take per task and device (a core of a server CPU), s, and the part of
+# the time that they may take.
+LIST_S_PER_PAIR = 25e-6
+LIST_PART = 0.3
+# Placements (times orders) times tasks up to which all are tried: about a second.
+MOST_TRIED = 1_000_000
+
+
+@dataclass(frozen=True)
+class Search:
+    """Chains of annealing over structural classes, coarse to fine, then the order and moves on the
+    critical path.
+
+    Classes are module path x main path or weight-gradient side path (`graph.coarsen`); nothing is
+    known of particular models. All trivial plans (each single device, CPU, even and greedy splits,
+    list schedulers) are tried first, so the result is never worse than any of them.
+
+    Attributes:
+        width: Chains of annealing; under a budget of time as many as there are threads, up to 16.
+        coarse: Classes on the coarsest level, at most (if module paths allow).
+        fine: Classes on the finest level, at most.
+        exact: Problems with at most this many placements are solved by trying them all; tiny ones
+            (`MOST_TRIED`) with more.
+        heat: First temperature as a part of the step time; 0: only what is no worse is accepted.
+        moves: What the chains try.
+        structural: Whether classes come from the structure of the model; else they are ops that
+            follow one another in the graph.
+        levels: Levels of classes, at most: 1 is the coarsest alone.
+        heuristics: Whether even and greedy splits and list schedulers are tried first; else only
+            single devices.
+        improves_order: Whether the order is improved beyond critical-path priorities.
+        refines: Whether single ops on the critical path are moved at the end.
+        start: A placement to start from, such as `plan.as_placement()`; the result is never worse.
+    """
+
+    name: str = "search"
+    width: int = 4
+    coarse: int = 80
+    fine: int = 1500
+    heat: float = 0.005
+    exact: int = 4096
+    moves: Moves = MOVES
+    structural: bool = True
+    levels: int = 99
+    heuristics: bool = True
+    improves_order: bool = True
+    refines: bool = True
+    start: Placement | None = None
+
+    def supports(self, problem: Problem) -> str:
+        """Whenever the placement to start from, if there is one, keeps the problem's demands."""
+        broken = problem.violations(self.start) if self.start is not None else []
+        return f"the start breaks a demand: {broken[0]}" if broken else ""
+
+    def __call__(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> Placement:
+        """Search until the budget is spent."""
+        starts = self._trivial(problem, evaluate, rng)
+        incumbent = Incumbent(problem, evaluate, starts[0])
+        if problem.core.tasks.num_groups == 0:  # only read-only sources and views
+            return Placement(op_devices(problem, starts[0].groups))
+        self._exhaust(incumbent, rng)
+        fast = accelerators(problem)
+        everything = list(problem.usable_devices)
+        devices = fast if starts[0].overflow_bytes == 0 else everything
+        levels = self._levels(problem)
+        self._explore(incumbent, starts, levels, devices, rng)
+        best = incumbent.best
+        placement = Placement(op_devices(problem, best.groups))
+        if best.priority is None:
+            return placement
+        return Placement(placement.devices, problem.op_priority(best.priority))
+
+    def _explore(
+        self,
+        incumbent: Incumbent,
+        starts: list[Best],
+        levels: list[Classes],
+        devices: list[int],
+        rng: np.random.Generator,
+    ) -> None:
+        """Chains from coarse to fine, then the order and the critical path in turn."""
+        evaluate, everything = incumbent.evaluate, list(incumbent.problem.usable_devices)
+        chains = self._num_chains(evaluate)
+        explorer = Explorer(incumbent.problem, evaluate, rng, chains)
+        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
+
+        def run(
+            level: Classes,
+            begins: list[Best],
+            where: list[int],
+            until: float,
+            heat: float,
+            critical: float,
+        ) -> list[Best]:
+            most = UNLIMITED if limited else 40 * PATIENCE
+            share = critical * self.moves.critical_share
+            schedule = Schedule(heat, share, most, PATIENCE, 0.0, self.moves)
+            found = explorer.run(level, begins, where, until, schedule)
+            incumbent.offer(found[0])
+            return found
+
+        evaluate.runners_up.heading = "start"
+        begins = [starts[0]] * max(1, chains - 1) + starts[1:2]
+        heat = max(self.heat, HEAT_OF_CLASSES / levels[0].count)  # the fewer, the dearer each move
+        heat = heat if self.heat else 0.0
+        found = run(levels[0], begins, devices, 0.4, heat, 0.0)
+        for k, level in enumerate(levels[1:]):
+            evaluate.runners_up.heading = f"level {k + 1}"
+            until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
+            found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
+        evaluate.runners_up.heading = "fine"
+        while not evaluate.exhausted:
+            before = evaluate.num_evaluations
+            spent = evaluate.fraction_spent
+            if self.improves_order:
+                improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
+            level = levels[int(rng.integers(len(levels)))]
+            heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
+            critical = float(rng.choice([0.0, 0.3, 1.0]))
+            until = spent + max(0.04, 0.3 * (1 - spent))
+            run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
+            if self.refines:
+                refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
+            if not limited or evaluate.num_evaluations == before:
+                break
+
+    def _num_chains(self, evaluate: Evaluator) -> int:
+        """As many as have enough to spend; under a budget of time, when nobody counts on the same
+        plan everywhere, one per thread."""
+        if evaluate.budget.evaluations is None:
+            return max(self.width, min(MOST_CHAINS, evaluate.threads))
+        return max(1, min(self.width, evaluate.budget.evaluations // LEAST_PER_CHAIN))
+
+    def _trivial(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> list[Best]:
+        """All trivial plans, best first."""
+        found: list[Best] = []
+        first = _first_task_of_group(problem)
+
+        def keep(placement: Placement, heading: str = "") -> None:
+            evaluate.runners_up.heading = heading
+            score = evaluate(placement)
+            groups = problem.task_devices(placement)[first]
+            priority = placement.priority
+            if priority is not None:
+                priority = problem.task_priority(priority)
+            found.append(Best(groups, score.step_ns, score.overflow_bytes, priority))
+
+        if self.start is not None:
+            keep(self.start, "start")
+        for device in problem.usable_devices:
+            keep(all_on(problem, device), "single")
+        if not self.heuristics:
+            return sorted(found, key=lambda best: best.key)
+        chain, devices = module_chain(problem), accelerators(problem)
+        weight = mean_duration_ns(problem)
+        for count in range(2, len(devices) + 1):
+            if not evaluate.exhausted:
+                keep(even_split(problem, chain, devices[:count]), "even")
+                wish = np.array(devices, np.int32)[shares(weight, count)]
+                keep(Placement(op_devices(problem, by_vote(problem, wish, weight))), "topo")
+        quick: tuple[Placer, ...] = (Layers(), DataParallel(), Greedy(), Topo())
+        slow = (Heft(), Etf()) if _can_list(problem, evaluate.budget) else ()
+        for placer in (*quick, *slow):
+            if not evaluate.exhausted and not placer.supports(problem):
+                keep(placer(problem, evaluate, rng), placer.name)
+        return sorted(found, key=lambda best: best.key)
+
+    def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> None:
+        """Try every placement of a small problem, and of a tiny one with many orders."""
+        evaluate, tasks = incumbent.evaluate, incumbent.problem.core.tasks
+        choices = [np.flatnonzero(row).tolist() for row in incumbent.problem.allowed]
+        count = math.prod(len(options) for options in choices)
+        left = evaluate.budget.evaluations or count
+        tiny = MOST_TRIED // max(1, tasks.num_tasks)
+        if count > min(max(self.exact, tiny), left):
+            return
+        every = np.array(list(itertools.product(*choices)), np.int32)
+        for first in range(0, count, 64):
+            incumbent.try_all(every[first : first + 64])
+            if evaluate.exhausted:
+                return
+        orders = min(tiny // count, (left - evaluate.num_evaluations) // (2 * count))
+        for order in _orders(np.flatnonzero(tasks.is_source == 0), orders, rng):
+            priority = np.zeros(tasks.num_tasks, np.int64)
+            priority[order] = np.arange(len(order), 0, -1)
+            incumbent.try_all(every, priority)
+            if evaluate.exhausted:
+                return
+
+    def _levels(self, problem: Problem) -> list[Classes]:
+        """Classes from coarse to fine; levels that add nothing are left out."""
+        if not self.structural:
+            sizes = [self.coarse * 4**k for k in range(self.levels)]
+            sizes = [size for size in sizes if size <= min(self.fine, len(problem.graph.ops))]
+            return [_blocks(problem, size) for size in sizes or [self.coarse]]
+        graph, time = problem.graph, mean_duration_ns(problem)
+        deepest, owner = max_depth(graph), side_owner(graph)
+        kinds = [(depth, False, 1) for depth in range(1, deepest + 1)]
+        kinds += [(deepest, True, 1), (deepest, True, 2), (deepest, True, 4), (deepest, True, 8)]
+        kinds += [(deepest, True, 16), (deepest, True, 32)]
+        levels: list[Classes] = []
+        for depth, by_micro_batch, calls in kinds:
+            of_op = coarsen(graph, depth, by_micro_batch, calls, owner).of_op
+            level = make_classes(problem, of_op, time)
+            if level.count > self.fine:
+                break
+            if levels and (level.count <= levels[0].count or level.count <= self.coarse):
+                levels.clear()
+            if not levels or level.count > 1.2 * levels[-1].count:
+                levels.append(level)
+        if not levels:
+            levels.append(_blocks(problem, self.fine))
+        if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
+            per_group = np.zeros(len(graph.ops), np.int32)
+            per_group[problem.core.tasks.task_op] = problem.core.tasks.group
+            levels.append(make_classes(problem, per_group, time))
+        return levels[: self.levels]
+
+
+def _can_list(problem: Problem, budget: Budget) -> bool:
+    """Whether list schedulers, which are plain Python, leave most of the time to the search."""
+    if budget.seconds is None:
+        return True
+    pairs = problem.core.tasks.num_tasks * len(problem.machine.devices)
+    return pairs * LIST_S_PER_PAIR <= LIST_PART * budget.seconds
+
+
+def _blocks(problem: Problem, count: int) -> Classes:
+    """Classes of ops that follow one another in the graph."""
+    total = len(problem.graph.ops)
+    of_op = (np.arange(total, dtype=np.int64) * count // total).astype(np.int32)
+    return make_classes(problem, of_op, mean_duration_ns(problem))
+
+
+def _orders(work: I64, most: int, rng: np.random.Generator) -> Iterator[I64]:
+    """All orders of tasks, or this many random ones."""
+    if len(work) < 2 or most < 1:
+        return
+    if len(work) <= 7 and math.factorial(len(work)) <= most:
+        yield from (np.array(row) for row in itertools.permutations(work))
+        return
+    for _ in range(most):
+        yield rng.permutation(work)
+
+
+def _first_task_of_group(problem: Problem) -> I32:
+    tasks = problem.core.tasks
+    first = np.zeros(tasks.num_groups, np.int32)
+    first[tasks.group[::-1]] = np.arange(tasks.num_tasks - 1, -1, -1)
+    return first

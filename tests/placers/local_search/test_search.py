@@ -1,0 +1,157 @@
+"""devplace's own search."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.strategies import random_graph, random_problem
+
+from devplace.cost import CostTable
+from devplace.errors import InfeasibleError
+from devplace.graph import Op, OpGraph, StepResult, Tensor
+from devplace.placers import Budget, Search, Single, place
+from devplace.placers.local_search.explore import Moves
+from devplace.placers.local_search.search import _can_list
+from devplace.problem import Problem
+from devplace.simulator.bounds import lower_bound
+from devplace.testing import brute_force, hand_machine, hand_problem
+from devplace.testing.layered import layered_problem
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), part=st.floats(0.3, 1.0))
+def test_memory_limits_are_kept_where_they_can_be(seed: int, part: float) -> None:
+    """Where brute force finds a placement within tight limits, the search finds one as fast."""
+    problem = random_problem(seed, 5, 2)
+    assume(problem.core.tasks.num_groups > 1)
+    free = brute_force(
+        Problem(problem.graph, hand_machine({"gpu:0": 10**9, "gpu:1": 10**9}), problem.costs)
+    )
+    total = sum(tensor.num_bytes for tensor in problem.graph.tensors)
+    machine = hand_machine({"gpu:0": max(1, int(total * part / 2)), "gpu:1": max(1, total // 2)})
+    tight = Problem(problem.graph, machine, problem.costs)
+    try:
+        best = brute_force(tight)
+    except InfeasibleError:
+        return
+    found = place(tight, Search(), Budget(evaluations=1000))
+    assert found.is_feasible
+    assert found.step_ns <= best.step_ns
+    assert best.step_ns >= free.step_ns
+
+
+def test_memory_is_spread_over_devices_one_cannot_hold() -> None:
+    """Twelve layers of 10 bytes on three devices of 50: no device is over its limit."""
+    lines = ["x = input bytes=1"]
+    for k in range(12):
+        read = f"y{k - 1}" if k else "x"
+        lines += [f"w{k} = parameter bytes=10 module=l.{k}"]
+        lines += [f"y{k} = f({read}, w{k}) bytes=1 ns=10 module=l.{k}"]
+        lines += [f"u{k} = sgd(w{k}, y{k}) bytes=0 ns=1 replaces=w{k} module=l.{k}"]
+    machine = hand_machine({"gpu:0": 50, "gpu:1": 50, "gpu:2": 50})
+    result = place(hand_problem("\n".join(lines), machine), Search(), "3000ev")
+    assert (result.timeline.peak_bytes <= 50).all()
+    # 4 layers each: the chain, 12 x 10, crosses twice; the last device then has its 4 updates left
+    assert result.step_ns == 126
+
+
+@pytest.mark.parametrize(("num_ops", "evaluations"), [(40, 700), (1200, 150)])
+def test_the_same_seed_and_evaluations_give_the_same_plan(
+    num_ops: int, evaluations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are reproducible, whatever the number of cores (large problems use threads)."""
+    problem = random_problem(5, num_ops, 3)
+    plans = []
+    for cores in (1, 3):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        found = place(problem, Search(), f"{evaluations}ev", seed=9, allow_infeasible=True)
+        plans.append(found.plan)
+    assert plans[0] == plans[1]
+
+
+def test_a_step_of_nothing_but_sources_is_placed() -> None:
+    """Two buffers that change places take no time and have no critical path to improve."""
+    tensors = tuple(Tensor(name, (4,), "float32", 16) for name in "ab")
+    ops = tuple(
+        Op(name, "source", outputs=(k,), stage="source", role="buffer")
+        for k, name in enumerate("ab")
+    )
+    swapped = (StepResult("a", 1, "buffer", 0), StepResult("b", 0, "buffer", 1))
+    machine = hand_machine({"gpu:0": 99, "gpu:1": 99})
+    costs = CostTable(np.zeros((2, 2), np.int64), "hand")
+    problem = Problem(OpGraph("swap", ops, tensors, swapped), machine, costs)
+    assert place(problem, Search(), "5000ev").step_ns == 0
+
+
+def test_more_budget_is_not_worse() -> None:
+    """With the trivial plans in both, ten times the evaluations find at least as good a plan."""
+    for seed in range(4):
+        problem = random_problem(seed, 60, 3)
+        few = place(problem, Search(), Budget(evaluations=200), allow_infeasible=True)
+        many = place(problem, Search(), Budget(evaluations=2000), allow_infeasible=True)
+        missing = [sum(r.timeline.missing_bytes.values()) for r in (many, few)]
+        assert (missing[0], many.step_ns) <= (missing[1], few.step_ns)
+
+
+INGREDIENTS = (
+    Search(structural=False),
+    Search(levels=1),
+    Search(heat=0.0),
+    Search(width=1),
+    Search(heuristics=False),
+    Search(improves_order=False),
+    Search(refines=False),
+    Search(moves=Moves(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)),
+    Search(moves=Moves(0.3, 0.3, 0.3, 1.0, 1.0, 1.0)),
+)
+
+
+@pytest.mark.parametrize("placer", INGREDIENTS, ids=range(len(INGREDIENTS)))
+def test_the_search_works_without_any_of_its_ingredients(placer: Search) -> None:
+    """The budget is kept, and the plan is no worse than one device."""
+    problem = layered_problem(1000, 3)
+    result = place(problem, placer, "900ev", 3)
+    assert result.evaluations <= 900 + 2 * placer.width
+    assert result.step_ns < place(problem, Single()).step_ns
+
+
+def test_list_schedulers_are_left_out_where_they_would_take_all_the_time() -> None:
+    """They are plain Python; a budget of simulations always has them."""
+    problem = layered_problem(2000, 8)
+    assert _can_list(problem, Budget(evaluations=10))
+    assert _can_list(problem, Budget(seconds=10.0))
+    assert not _can_list(problem, Budget(seconds=0.1))
+
+
+def test_pins_and_exclusions_hold() -> None:
+    """Pinned ops stay, excluded devices stay empty."""
+    machine = hand_machine({"gpu:0": 999, "gpu:1": 999, "gpu:2": 999})
+    text = "\n".join(f"o{k} = f ns=10" for k in range(6))
+    problem = hand_problem(text, machine, pins={"o0": "gpu:1"}, exclude=["gpu:2"])
+    result = place(problem, Search(), "500ev")
+    assert result.placement.devices[0] == 1
+    assert set(result.placement.devices) == {0, 1}
+    assert result.step_ns == 30
+
+
+@pytest.mark.slow
+def test_s61_a_time_limit_holds_on_a_random_graph() -> None:
+    """2,000 ops, limit 5 s: a feasible plan within 6 s, with its gap to a bound; 12 s are never
+    worse."""
+    rng = np.random.default_rng(0)
+    graph = random_graph(rng, 2000)
+    machine = hand_machine({f"gpu:{k}": 10**9 for k in range(4)}, latency_ns=20)
+    works = np.array([not (op.is_source or op.is_view) for op in graph.ops])
+    times = rng.integers(1, 1000, (len(graph.ops), 1)) * works[:, None]
+    problem = Problem(graph, machine, CostTable(np.tile(times, (1, 4)).astype(np.int64), "hand"))
+    bound = lower_bound(problem)
+    begin = time.monotonic()
+    result = place(problem, Search(), "5s", bound=bound)
+    assert time.monotonic() - begin < 6
+    assert result.is_feasible
+    assert result.gap >= 0
+    assert place(problem, Search(), "12s", bound=bound).step_ns <= result.step_ns * 1.001
