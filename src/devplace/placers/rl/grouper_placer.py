@@ -37,11 +37,13 @@ class GrouperPlacer(Mars):
 
     Attributes:
         coarse_groups: Most groups that the grouper forms.
+        grouper_entropy: Weight of the grouper's entropy against the placer's.
     """
 
     name: str = "grouper-placer"
     pretraining_steps: int = 0
     coarse_groups: int = 32
+    grouper_entropy: float = 1.0
 
     def _policy(self, environment: Environment, device: torch.device) -> Any:
         return GrouperPolicy(self, environment, device).to(device)
@@ -65,6 +67,7 @@ class GrouperPolicy(nn.Module):
         own = self.units.shape[1] - 2 * self.num_units  # type counts and output shapes
         self.contents = self.units[:, :own]
         self.tanh_constant = placer.tanh_constant
+        self.grouper_entropy = placer.grouper_entropy
         self.grouper = Mlp([self.units.shape[1], placer.encoder_hidden, self.num_coarse])
         self.placer = Seq2Seq(
             own + 2 * self.num_coarse,
@@ -113,5 +116,6 @@ class GrouperPolicy(nn.Module):
         of_group, of_device = self.grouping_logits(), self.placer.logits(embeddings, devices)
         every = of_group.expand(len(choices), -1, -1)
         weight = log_prob(of_device, devices) * is_used
-        spread = (entropy(of_group).mean() + entropy(of_device)[is_used].mean()) / 2
+        spread = self.grouper_entropy * entropy(of_group).mean()
+        spread = (spread + entropy(of_device)[is_used].mean()) / (1 + self.grouper_entropy)
         return torch.cat([log_prob(every, group), weight], 1), spread
