@@ -1,4 +1,4 @@
-"""Constants of this machine, learnt once from plans that were measured, and kept."""
+"""Constants of this machine, each learnt once from plans that were measured, and kept."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from devplace.auto.calibration import LEAST_STEPS, Calibration, Observation, fit
+from devplace.auto.calibration import (
+    KERNEL_GAP,
+    LEAST_STEPS,
+    Calibration,
+    MeasuredStep,
+    Observation,
+    fit,
+)
 from devplace.auto.confirm import Row
+from devplace.auto.single_steps import SingleStep, remembered
 from devplace.machine import Machine
 from devplace.problem import Problem
 
 KIND = "calibration"
-ROUNDS = 20
+ROUNDS = 25
 LEAST_SECONDS, MOST_SECONDS = 2.0, 10.0
 _log = logging.getLogger(__name__)
 
@@ -41,39 +49,81 @@ def learn(
 ) -> Calibration | None:
     """Fit the machine's constants to measured plans and keep them, unless some are kept already.
 
+    Constants of transfers are part of a machine's fingerprint: once they are kept they stay, so
+    that plan files remain valid. The kernel gap is fitted along with them, and again, alone, as
+    soon as LEAST_STEPS different steps ran on one GPU (a call measures one or two; they are kept);
+    then it stays too.
+
     Args:
         probed: The machine as probed, not calibrated.
         measured: Plans that were run, with the problems they solve.
-        start: The constants they were predicted with.
+        start: The constants to begin with where none are kept.
         seconds: How long it may take, about, s.
 
     Returns:
         The new constants, if there were enough plans and these predict them better.
     """
-    if seconds < LEAST_SECONDS or kept_calibration(probed) is not None:
+    kept = kept_calibration(probed) or start
+    ran = [(row, problem) for row, problem in measured if _is_usable(row, problem)]
+    several = [_observation(probed, row, problem) for row, problem in ran if _num_gpus(row) > 1]
+    singles: list[SingleStep] = []
+    if KERNEL_GAP in kept.unfitted:
+        fresh = [_single_step(row, problem) for row, problem in ran if _num_gpus(row) == 1]
+        singles = remembered(probed, [one for one in fresh if one.has_kernel_gaps])
+    if seconds < LEAST_SECONDS:
         return None
-    steps = [
-        Observation(
-            problem.graph,
-            problem.costs,
-            probed,
-            row.plan.placement,
-            row.plan.order,
-            row.measured_ns,
-        )
-        for row, problem in measured
-        if row.measured_ns is not None
-        and len(row.candidate.devices) > 1
-        and row.measurement.timing is not None
-        and row.measurement.timing.mode == "graph"
-    ]
-    if len(steps) < LEAST_STEPS:
-        return None
-    found = fit(steps, start, rounds=ROUNDS, seconds=min(seconds, MOST_SECONDS))
-    if found.median_error >= fit(steps, start, rounds=0).median_error:
+    limit = min(seconds, MOST_SECONDS)
+    if not kept.num_steps and len(several) >= LEAST_STEPS:
+        steps = [*several, *singles]
+        found = fit(steps, kept, rounds=ROUNDS, seconds=limit, constants=kept.unfitted)
+        return _keep_if_better(probed, found, kept, steps)
+    if len(singles) >= LEAST_STEPS:
+        begin = msgspec.structs.replace(kept, kernel_gap_ns=start.kernel_gap_ns)
+        found = fit(singles, begin, rounds=ROUNDS, seconds=limit, constants=(KERNEL_GAP,))
+        return _keep_if_better(probed, found, kept, singles)
+    return None
+
+
+def _keep_if_better(
+    machine: Machine, found: Calibration, before: Calibration, steps: Sequence[MeasuredStep]
+) -> Calibration | None:
+    if found.median_error >= fit(steps, before, rounds=0).median_error:
         return None
     from devplace.run.probe import probe_key
     from devplace.run.probe.cache import keep_text
 
-    keep_text(KIND, probe_key(probed), msgspec.json.encode(found).decode())
+    keep_text(KIND, probe_key(machine), msgspec.json.encode(found).decode())
     return found
+
+
+def _is_usable(row: Row, problem: Problem) -> bool:
+    """Whether the plan ran as CUDA graphs, on GPUs alone: no constant is about CPUs."""
+    timing = row.measurement.timing
+    if not row.measured_ns or timing is None or timing.mode != "graph":
+        return False
+    pairs = zip(problem.machine.devices, row.plan.order, strict=True)
+    return all(device.kind == "gpu" for device, order in pairs if order)
+
+
+def _num_gpus(row: Row) -> int:
+    """Of a usable row."""
+    return sum(bool(order) for order in row.plan.order)
+
+
+def _observation(probed: Machine, row: Row, problem: Problem) -> Observation:
+    plan, ns = row.plan, row.measured_ns or 0
+    return Observation(problem.graph, problem.costs, probed, plan.placement, plan.order, ns)
+
+
+def _single_step(row: Row, problem: Problem) -> SingleStep:
+    """The step as its sums: on one GPU one op runs after the other."""
+    (device,) = (number for number, order in enumerate(row.plan.order) if order)
+    ops = list(row.plan.order[device])
+    costs = problem.costs.with_kernel_gap(0)
+    return SingleStep(
+        graph=row.plan.fingerprints.graph,
+        device=problem.machine.device_names[device],
+        base_ns=int(costs.compute_ns[ops, device].sum()),
+        num_kernels=0 if costs.kernels is None else int(costs.kernels[ops, device].sum()),
+        measured_ns=row.measured_ns or 0,
+    )
