@@ -21,7 +21,7 @@ from devplace.machine import Machine
 from devplace.problem import Problem
 
 KIND = "calibration"
-ROUNDS = 25
+ROUNDS = 20
 LEAST_SECONDS, MOST_SECONDS = 2.0, 10.0
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def learn(
         return None
     limit = min(seconds, MOST_SECONDS)
     if not kept.num_steps and len(several) >= LEAST_STEPS:
-        steps = [*several, *singles]
+        steps: list[MeasuredStep] = [*several, *singles]
         found = fit(steps, kept, rounds=ROUNDS, seconds=limit, constants=kept.unfitted)
         return _keep_if_better(probed, found, kept, steps)
     if len(singles) >= LEAST_STEPS:
