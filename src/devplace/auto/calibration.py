@@ -58,8 +58,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         engine_factor: Duration of a large transfer in a step / alone.
         kernel_gap_ns: Time by which an op on a GPU takes longer in a step than in a chain, ns.
             Calibrations kept before there was this field were fitted with the default.
-        num_steps: Steps on several GPUs that the constants of transfers were fitted to; 0: none.
-        num_gap_steps: Steps on one GPU that the kernel gap was fitted to.
+        num_steps: Steps that the constants of transfers were fitted to; 0: they are those that the
+            fit began with.
+        num_gap_steps: Likewise of the kernel gap.
         median_error: Median |predicted / measured - 1| over all steps of the last fit.
         worst_error: Largest one.
     """
@@ -74,16 +75,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     num_gap_steps: int = 0
     median_error: float = 0.0
     worst_error: float = 0.0
-
-    @property
-    def unfitted(self) -> tuple[str, ...]:
-        """Constants that are not for good yet.
-
-        Plans of one step share its ops, so all of them tell one thing about the kernel gap, which
-        differs from step to step; it takes different ones, on one GPU each.
-        """
-        gap = () if self.num_gap_steps >= LEAST_STEPS else (KERNEL_GAP,)
-        return (*gap, *(() if self.num_steps else LINK_CONSTANTS))
 
 
 class MeasuredStep(Protocol):
@@ -216,7 +207,7 @@ def fit(
     return msgspec.structs.replace(
         found,
         num_steps=_num_several(observations) if fits_links else start.num_steps,
-        num_gap_steps=_num_with_gaps(observations, 1) if fits_gap else start.num_gap_steps,
+        num_gap_steps=_num_with_gaps(observations) if fits_gap else start.num_gap_steps,
         median_error=float(np.median(size)),
         worst_error=float(size.max()),
     )
@@ -235,8 +226,8 @@ def _num_several(observations: Sequence[MeasuredStep]) -> int:
     return sum(one.num_gpus > 1 for one in observations)
 
 
-def _num_with_gaps(observations: Sequence[MeasuredStep], most_gpus: float = math.inf) -> int:
-    return sum(one.has_kernel_gaps and one.num_gpus <= most_gpus for one in observations)
+def _num_with_gaps(observations: Sequence[MeasuredStep]) -> int:
+    return sum(one.has_kernel_gaps for one in observations)
 
 
 def _search(

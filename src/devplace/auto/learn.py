@@ -1,4 +1,4 @@
-"""Constants of this machine, each learnt once from plans that were measured, and kept."""
+"""Constants of this machine, learnt from plans that were measured, and kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from devplace.auto.calibration import (
     KERNEL_GAP,
     LEAST_STEPS,
+    LINK_CONSTANTS,
     Calibration,
     MeasuredStep,
     Observation,
@@ -47,12 +48,13 @@ def learn(
     start: Calibration,
     seconds: float = MOST_SECONDS,
 ) -> Calibration | None:
-    """Fit the machine's constants to measured plans and keep them, unless some are kept already.
+    """Fit the machine's constants to measured plans and keep them.
 
-    Constants of transfers are part of a machine's fingerprint: once they are kept they stay, so
-    that plan files remain valid. The kernel gap is fitted along with them, and again, alone, as
-    soon as LEAST_STEPS different steps ran on one GPU (a call measures one or two; they are kept);
-    then it stays too.
+    Constants of transfers are fitted once, to plans of one call: they are part of a machine's
+    fingerprint, so that plan files remain valid only if they stay. The kernel gap differs from step
+    to step and hardly between plans of one step, so it is fitted to different steps on one GPU, at
+    least LEAST_STEPS. A call measures one or two of them; they are kept, and each new one improves
+    the gap.
 
     Args:
         probed: The machine as probed, not calibrated.
@@ -66,34 +68,40 @@ def learn(
     kept = kept_calibration(probed) or start
     ran = [(row, problem) for row, problem in measured if _is_usable(row, problem)]
     several = [_observation(probed, row, problem) for row, problem in ran if _num_gpus(row) > 1]
-    singles: list[SingleStep] = []
-    if KERNEL_GAP in kept.unfitted:
-        fresh = [_single_step(row, problem) for row, problem in ran if _num_gpus(row) == 1]
-        singles = remembered(probed, [one for one in fresh if one.has_kernel_gaps])
+    fresh = [_single_step(row, problem) for row, problem in ran if _num_gpus(row) == 1]
+    singles = remembered(probed, [one for one in fresh if one.has_kernel_gaps])
     if seconds < LEAST_SECONDS:
         return None
-    limit = min(seconds, MOST_SECONDS)
+    found, limit = kept, min(seconds, MOST_SECONDS)
+    if len(singles) >= max(LEAST_STEPS, kept.num_gap_steps + 1):
+        found = _with_fitted_gap(singles, found, start)
     if not kept.num_steps and len(several) >= LEAST_STEPS:
-        steps: list[MeasuredStep] = [*several, *singles]
-        found = fit(steps, kept, rounds=ROUNDS, seconds=limit, constants=kept.unfitted)
-        return _keep_if_better(probed, found, kept, steps)
-    if len(singles) >= LEAST_STEPS:
-        begin = msgspec.structs.replace(kept, kernel_gap_ns=start.kernel_gap_ns)
-        found = fit(singles, begin, rounds=ROUNDS, seconds=limit, constants=(KERNEL_GAP,))
-        return _keep_if_better(probed, found, kept, singles)
-    return None
-
-
-def _keep_if_better(
-    machine: Machine, found: Calibration, before: Calibration, steps: Sequence[MeasuredStep]
-) -> Calibration | None:
-    if found.median_error >= fit(steps, before, rounds=0).median_error:
+        found = _with_fitted_links(several, found, limit)
+    if found is kept:
         return None
     from devplace.run.probe import probe_key
     from devplace.run.probe.cache import keep_text
 
-    keep_text(KIND, probe_key(machine), msgspec.json.encode(found).decode())
+    keep_text(KIND, probe_key(probed), msgspec.json.encode(found).decode())
     return found
+
+
+def _with_fitted_gap(
+    steps: Sequence[SingleStep], now: Calibration, start: Calibration
+) -> Calibration:
+    """Fitted from the first gap on: however often, it keeps to the largest change of that."""
+    begin = msgspec.structs.replace(now, kernel_gap_ns=start.kernel_gap_ns)
+    found = fit(steps, begin, constants=(KERNEL_GAP,))
+    return found if found.kernel_gap_ns != now.kernel_gap_ns else now
+
+
+def _with_fitted_links(
+    steps: Sequence[MeasuredStep], now: Calibration, seconds: float
+) -> Calibration:
+    """Fitted constants of transfers, if they predict the steps better."""
+    before = fit(steps, now, rounds=0, constants=LINK_CONSTANTS)
+    found = fit(steps, now, rounds=ROUNDS, seconds=seconds, constants=LINK_CONSTANTS)
+    return found if found.median_error < before.median_error else now
 
 
 def _is_usable(row: Row, problem: Problem) -> bool:

@@ -1,4 +1,4 @@
-"""Measured steps on one GPU, kept from call to call: a call measures one or two of them."""
+"""Measured steps on one GPU, kept from call to call: a call measures but one or two."""
 
 from __future__ import annotations
 
