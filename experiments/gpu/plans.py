@@ -113,13 +113,16 @@ class Bench:
         )
         self.lock.acquire()
         begin = time.perf_counter()
-        costs = price(graph, self.machine, ("cpu:0",))
+        costs = price(graph, self.machine, ("cpu:0",), HOPPER.kernel_gap_ns)
         seconds["profile"] = time.perf_counter() - begin
         self.lock.release()
         self.say(f"{len(graph.ops)} ops, {seconds}, notes {costs.notes}")
         self.graph, self.costs, self.count = graph, costs, count
         self.arrays[f"{count}.graph"] = np.frombuffer(serialize.to_json(graph), np.uint8)
         self.arrays[f"{count}.costs"] = costs.compute_ns
+        if costs.kernels is not None:
+            self.arrays[f"{count}.kernels"] = costs.kernels
+            self.arrays[f"{count}.kernel_gap"] = np.array(costs.kernel_gap_ns)
         one = self.problem(1)
         single = placers.place(one, placers.Single(), allow_infeasible=True)
         self.measure("one graph", 1, single.plan)

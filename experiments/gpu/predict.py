@@ -1,7 +1,8 @@
 """Predict again every plan that `experiments/gpu/plans.py` measured, and fit the constants.
 
 Prints predicted beside measured for every row, with the constants of the package and with those
-fitted to the rows of some workloads; writes both to a file.
+fitted to the rows of some workloads; writes both to a file. Where a run did not keep which costs
+hold the kernel gap, the gap stays as it was, and rows on one GPU are not fitted to.
 
 Run: `python -m experiments.gpu.predict FOLDER [--fit rnnlm,nmt-4,bert-large] [--out FILE]`.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
         count = row["micro_batches"]
         if count not in steps:
             graph = serialize.from_json(bytes(arrays[f"{count}.graph"]))
-            steps[count] = graph, CostTable(arrays[f"{count}.costs"], "profiled")
+            steps[count] = graph, kept_costs(arrays, count)
         graph, costs = steps[count]
         key = f"{count}.{row['gpus']}.{row['name']}"
         order = [arrays[f"{key}.order{d}"].tolist() for d in range(len(machine.devices))]
@@ -49,6 +51,16 @@ def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
         about = {key: data[key] for key in ("workload", "number_format", "layers", "batch", "card")}
         found.append(({**about, **row}, one))
     return found
+
+
+def kept_costs(arrays: Mapping[str, np.ndarray], count: int) -> CostTable:
+    """Costs of the step with this number of micro-batches."""
+    times = arrays[f"{count}.costs"]
+    if f"{count}.kernels" not in arrays:
+        return CostTable(times, "profiled")
+    gap = int(arrays[f"{count}.kernel_gap"])
+    kernels = arrays[f"{count}.kernels"]
+    return CostTable(times, "profiled", kernel_gap_ns=gap, kernels=kernels)
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -91,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     pairs = [p for path in sorted(options.folder.glob("*.json")) for p in observations(path)]
     chosen = options.fit.split(",")
-    used = [one for row, one in pairs if row["workload"] in chosen and row["gpus"] > 1]
+    used = [one for row, one in pairs if row["workload"] in chosen]
     fitted: Calibration = fit(used, HOPPER, rounds=options.rounds) if options.rounds else HOPPER
     rows = []
     for row, one in pairs:

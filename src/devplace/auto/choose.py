@@ -146,11 +146,11 @@ def _learn(
     clock: Clock,
     tell: Tell,
 ) -> None:
-    """Calibrate this machine with what was measured, the first time."""
+    """Calibrate this machine with what was measured, unless it is calibrated."""
     problems = {id(one.graph): one.result.timeline.problem for one in searches}
     first = next(iter(problems.values()))
-    several = sum(device.kind == "gpu" for device in first.machine.devices) > 1
-    if not several or first.costs.origin != "profiled":
+    has_gpu = any(device.kind == "gpu" for device in first.machine.devices)
+    if not has_gpu or first.costs.origin != "profiled":
         return
     tell("calibrating the machine")
     pairs = [(row, problems[id(graph_of[id(row.candidate)])]) for row in confirmation.rows]

@@ -9,33 +9,43 @@ import numpy as np
 
 from devplace.auto.calibration import Calibration, calibrated
 from devplace.cost import CostTable
-from devplace.cost.profiled import Profiled
+from devplace.cost.profiled import KERNEL_GAP_NS, Profiled
 from devplace.graph import OpGraph
 from devplace.machine import Machine, detect
 
 # Overheads and shares: fitted once, by code that is not kept, to 40 plans of RNNLM, NMT-4, GNMT-4,
 # ResNet-50 and BERT-large (12 layers, batch 32, one and four micro-batches) on 2 and 4 H100, with
 # an earlier executor. The factor: 4 MiB took 27 us in those steps by the fit, 21 us alone. How well
-# they do, on these steps and on others: docs/results/gpu_plans.md.
+# they do, on these steps and on others: docs/results/gpu_plans.md. The kernel gap: steps on one
+# GPU, docs/concepts/costs.md.
 HOPPER = Calibration(
     send_overhead_ns=3_300,
     receive_overhead_ns=2_900,
     send_share=0.05,
     receive_share=0.034,
     engine_factor=1.25,
+    kernel_gap_ns=KERNEL_GAP_NS,
 )
 
 
-def price(graph: OpGraph, machine: Machine, skip: Sequence[str] = ()) -> CostTable:
+def price(
+    graph: OpGraph,
+    machine: Machine,
+    skip: Sequence[str] = (),
+    kernel_gap_ns: int | None = None,
+) -> CostTable:
     """Costs for planning a step that will run here: measured ones.
 
     Args:
         graph: The step.
         machine: Its machine.
         skip: Devices that are not used, so need no measuring.
+        kernel_gap_ns: Of ops on GPUs, ns; default: the one kept for this machine, else HOPPER's.
     """
-    table = Profiled(skip=tuple(skip))(graph, machine)
     gpus = [d.name for d in machine.devices if d.kind == "gpu" and d.name not in skip]
+    if kernel_gap_ns is None:
+        kernel_gap_ns = (_kept_or_hopper(machine) if gpus else HOPPER).kernel_gap_ns
+    table = Profiled(skip=tuple(skip), kernel_gap_ns=kernel_gap_ns)(graph, machine)
     if not gpus or table.origin != "profiled":
         return table
     from devplace.run.cuda.memory import held_bytes
@@ -47,18 +57,29 @@ def price(graph: OpGraph, machine: Machine, skip: Sequence[str] = ()) -> CostTab
 
 def measured_machine(machine: Machine) -> Machine:
     """A detected machine with probed and calibrated links, if it has several GPUs."""
-    if sum(device.kind == "gpu" for device in machine.devices) < 2:
+    if not _has_several_gpus(machine):
         return machine
-    from devplace.auto.learn import kept_calibration
-
-    return calibrated(probed_machine(machine), kept_calibration(machine) or HOPPER)
+    return calibrated(probed_machine(machine), _kept_or_hopper(machine))
 
 
 def probed_machine(machine: Machine) -> Machine:
-    """A detected machine with links as probed; probes it if that was not done before."""
+    """A detected machine with links as probed, if it has several GPUs; probes it if that was not
+    done before."""
+    if not _has_several_gpus(machine):
+        return machine
     from devplace.run.probe import cached_probe, machine_from_probe
 
     return machine_from_probe(machine, cached_probe(machine))
+
+
+def _has_several_gpus(machine: Machine) -> bool:
+    return sum(device.kind == "gpu" for device in machine.devices) > 1
+
+
+def _kept_or_hopper(machine: Machine) -> Calibration:
+    from devplace.auto.learn import kept_calibration
+
+    return kept_calibration(machine) or HOPPER
 
 
 def detected() -> Machine:

@@ -1,4 +1,4 @@
-"""Constants of this machine, learnt once from plans that were measured, and kept."""
+"""Constants of this machine, learnt from plans that were measured, and kept."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from devplace.auto.calibration import LEAST_STEPS, Calibration, Observation, fit
+from devplace.auto.calibration import (
+    KERNEL_GAP,
+    LEAST_STEPS,
+    LINK_CONSTANTS,
+    Calibration,
+    MeasuredStep,
+    Observation,
+    fit,
+)
 from devplace.auto.confirm import Row
+from devplace.auto.single_steps import SingleStep, remembered
 from devplace.machine import Machine
 from devplace.problem import Problem
 
@@ -39,41 +48,90 @@ def learn(
     start: Calibration,
     seconds: float = MOST_SECONDS,
 ) -> Calibration | None:
-    """Fit the machine's constants to measured plans and keep them, unless some are kept already.
+    """Fit the machine's constants to measured plans and keep them.
+
+    Constants of transfers are fitted once, to plans of one call: they are part of a machine's
+    fingerprint, so that plan files remain valid only if they stay. The kernel gap differs from step
+    to step and hardly between plans of one step, so it is fitted to different steps on one GPU, at
+    least LEAST_STEPS. A call measures one or two of them; they are kept, and each new one improves
+    the gap.
 
     Args:
         probed: The machine as probed, not calibrated.
         measured: Plans that were run, with the problems they solve.
-        start: The constants they were predicted with.
+        start: The constants to begin with where none are kept.
         seconds: How long it may take, about, s.
 
     Returns:
         The new constants, if there were enough plans and these predict them better.
     """
-    if seconds < LEAST_SECONDS or kept_calibration(probed) is not None:
+    kept = kept_calibration(probed) or start
+    ran = [(row, problem) for row, problem in measured if _is_usable(row, problem)]
+    several = [_observation(probed, row, problem) for row, problem in ran if _num_gpus(row) > 1]
+    fresh = [_single_step(row, problem) for row, problem in ran if _num_gpus(row) == 1]
+    singles = remembered(probed, [one for one in fresh if one.has_kernel_gaps])
+    if seconds < LEAST_SECONDS:
         return None
-    steps = [
-        Observation(
-            problem.graph,
-            problem.costs,
-            probed,
-            row.plan.placement,
-            row.plan.order,
-            row.measured_ns,
-        )
-        for row, problem in measured
-        if row.measured_ns is not None
-        and len(row.candidate.devices) > 1
-        and row.measurement.timing is not None
-        and row.measurement.timing.mode == "graph"
-    ]
-    if len(steps) < LEAST_STEPS:
-        return None
-    found = fit(steps, start, rounds=ROUNDS, seconds=min(seconds, MOST_SECONDS))
-    if found.median_error >= fit(steps, start, rounds=0).median_error:
+    found, limit = kept, min(seconds, MOST_SECONDS)
+    if len(singles) >= max(LEAST_STEPS, kept.num_gap_steps + 1):
+        found = _with_fitted_gap(singles, found, start)
+    if not kept.num_steps and len(several) >= LEAST_STEPS:
+        found = _with_fitted_links(several, found, limit)
+    if found is kept:
         return None
     from devplace.run.probe import probe_key
     from devplace.run.probe.cache import keep_text
 
     keep_text(KIND, probe_key(probed), msgspec.json.encode(found).decode())
     return found
+
+
+def _with_fitted_gap(
+    steps: Sequence[SingleStep], now: Calibration, start: Calibration
+) -> Calibration:
+    """Fitted from the first gap on: however often, it keeps to the largest change of that."""
+    begin = msgspec.structs.replace(now, kernel_gap_ns=start.kernel_gap_ns)
+    found = fit(steps, begin, constants=(KERNEL_GAP,))
+    return found if found.kernel_gap_ns != now.kernel_gap_ns else now
+
+
+def _with_fitted_links(
+    steps: Sequence[MeasuredStep], now: Calibration, seconds: float
+) -> Calibration:
+    """Fitted constants of transfers, if they predict the steps better."""
+    before = fit(steps, now, rounds=0, constants=LINK_CONSTANTS)
+    found = fit(steps, now, rounds=ROUNDS, seconds=seconds, constants=LINK_CONSTANTS)
+    return found if found.median_error < before.median_error else now
+
+
+def _is_usable(row: Row, problem: Problem) -> bool:
+    """Whether the plan ran as CUDA graphs, on GPUs alone: no constant is about CPUs."""
+    timing = row.measurement.timing
+    if not row.measured_ns or timing is None or timing.mode != "graph":
+        return False
+    pairs = zip(problem.machine.devices, row.plan.order, strict=True)
+    return all(device.kind == "gpu" for device, order in pairs if order)
+
+
+def _num_gpus(row: Row) -> int:
+    """Of a usable row."""
+    return sum(bool(order) for order in row.plan.order)
+
+
+def _observation(probed: Machine, row: Row, problem: Problem) -> Observation:
+    plan, ns = row.plan, row.measured_ns or 0
+    return Observation(problem.graph, problem.costs, probed, plan.placement, plan.order, ns)
+
+
+def _single_step(row: Row, problem: Problem) -> SingleStep:
+    """The step as its sums: on one GPU one op runs after the other."""
+    (device,) = (number for number, order in enumerate(row.plan.order) if order)
+    ops = list(row.plan.order[device])
+    costs = problem.costs.with_kernel_gap(0)
+    return SingleStep(
+        graph=row.plan.fingerprints.graph,
+        device=problem.machine.device_names[device],
+        base_ns=int(costs.compute_ns[ops, device].sum()),
+        num_kernels=0 if costs.kernels is None else int(costs.kernels[ops, device].sum()),
+        measured_ns=row.measured_ns or 0,
+    )

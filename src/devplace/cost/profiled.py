@@ -25,9 +25,10 @@ from devplace.machine.detect import cpu_model
 I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
 WARM_UP_S = 0.1
-# Every op in a step on a GPU takes so much longer than in a chain of its like, whatever it does:
-# launch records, code and addresses come out of memory. Figures: docs/concepts/costs.md.
 KERNEL_GAP_NS = 850
+"""Kernel gap of Hopper GPUs, for machines that have none of their own yet: every op in a step takes
+so much longer than in a chain of its like, whatever it does, as launch records, code and addresses
+come out of memory. Figures: docs/concepts/costs.md."""
 TIMING = 2  # how ops are timed; times taken otherwise are not mixed with these
 
 
@@ -51,6 +52,7 @@ class Profiled:
         skip: Devices (names) that need no measuring.
         cpu_threads: Threads of a CPU device; default: one if there are several CPU devices, else
             torch's.
+        kernel_gap_ns: What an op on a GPU takes longer in a step than in a chain of its like, ns.
     """
 
     seconds: float = 5.0
@@ -58,13 +60,15 @@ class Profiled:
     base: CostModel = field(default_factory=Analytic)
     skip: tuple[str, ...] = ()
     cpu_threads: int | None = None
+    kernel_gap_ns: int = KERNEL_GAP_NS
 
     def __call__(self, graph: OpGraph, machine: Machine) -> CostTable:
         """Price every op of `graph` on every device of `machine`.
 
         Returns:
             int64 nanoseconds, shape `[V, D]`; `origin` is `profiled` if any device was measured,
-            else that of `base`. `notes` say what was not measured and why.
+            else that of `base`. `notes` say what was not measured and why. `kernels` marks what
+            holds the kernel gap: the ops that do some work, on GPUs that were measured.
         """
         table = self.base(graph, machine)
         if graph.program is None:
@@ -74,21 +78,29 @@ class Profiled:
         compute_ns, workspace = table.compute_ns.copy(), _workspaces(graph)
         notes: list[str] = []
         done: dict[str, tuple[I64, I64]] = {}
+        kernels = np.zeros(compute_ns.shape, np.bool_)
         for column, device in enumerate(machine.devices):
             timer = self._timer(device, machine, graph) if device.name not in self.skip else None
             if timer is None:
                 continue
             place, measure = timer
             if place not in done:
-                gap_ns = KERNEL_GAP_NS if device.kind == "gpu" else 0
-                priced = _Column(self, place, measure, notes, gap_ns)
+                priced = _Column(self, place, measure, notes)
                 done[place] = priced.price(graph, calls, table.compute_ns[:, column])
             compute_ns[:, column] = done[place][0]
             if device.kind == "gpu":
                 workspace = np.maximum(workspace, done[place][1])
+                kernels[list(calls), column] = True
         if not done:
             return table
-        return CostTable(compute_ns, "profiled", workspace_bytes=workspace, notes=tuple(notes))
+        measured = CostTable(
+            compute_ns,
+            "profiled",
+            workspace_bytes=workspace,
+            notes=tuple(notes),
+            kernels=kernels if kernels.any() else None,
+        )
+        return measured.with_kernel_gap(self.kernel_gap_ns)
 
     def _timer(self, device: Device, machine: Machine, graph: OpGraph) -> tuple[str, Timer] | None:
         """What times on this device depend on, and how they are taken; None if it is not here."""
@@ -181,7 +193,6 @@ class _Column:
     place: str
     timer: Timer
     notes: list[str]
-    gap_ns: int = 0
 
     def price(self, graph: OpGraph, calls: Mapping[int, OpCall], base_ns: I64) -> tuple[I64, I64]:
         """Times and workspaces of all ops, `[V]` each."""
@@ -194,7 +205,6 @@ class _Column:
             else:
                 missing.append(index)
         _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
-        compute_ns[np.array(list(calls), np.intp)] += self.gap_ns
         return compute_ns, workspace
 
     def _known(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.machine import Link, Machine
 
@@ -27,6 +28,8 @@ class CostTable:
         has_gaps: Whether tensors of GPUs come out of torch's heaps, so that the peaks of
             finished plans include the gaps there (`Timeline.gap_bytes`).
         notes: What the user should know of these numbers.
+        kernel_gap_ns: Kernel gap that is part of `compute_ns` where `kernels` says so, ns.
+        kernels: Which times hold the kernel gap. bool, shape `[V, D]`, or None for none.
     """
 
     compute_ns: NDArray[np.int64]
@@ -35,6 +38,24 @@ class CostTable:
     held_bytes: NDArray[np.int64] | None = None
     has_gaps: bool = False
     notes: tuple[str, ...] = ()
+    kernel_gap_ns: int = 0
+    kernels: NDArray[np.bool_] | None = None
+
+    def with_kernel_gap(self, kernel_gap_ns: int) -> CostTable:
+        """These costs with another kernel gap; unchanged if none of them holds one.
+
+        Raises:
+            InputError: It is negative.
+        """
+        if kernel_gap_ns < 0:
+            raise InputError(
+                f"kernel_gap_ns must be 0 or more, got {kernel_gap_ns}. Leave it out to get the "
+                "default."
+            )
+        if self.kernels is None or kernel_gap_ns == self.kernel_gap_ns:
+            return self
+        added = self.kernels * np.int64(kernel_gap_ns - self.kernel_gap_ns)
+        return replace(self, compute_ns=self.compute_ns + added, kernel_gap_ns=kernel_gap_ns)
 
 
 class CostModel(Protocol):
