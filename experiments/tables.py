@@ -7,6 +7,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
+import equal_tables
 import learned_tables
 import published_pages
 import search_tables
@@ -273,9 +274,15 @@ def published_tables(data: dict[str, Any]) -> str:
     return published_pages.page(data, provenance_line(data["provenance"]))
 
 
+def equal_budget(data: dict[str, Any]) -> str:
+    """See `equal_tables`."""
+    return equal_tables.equal_budget(data, [provenance_line(made) for made in data["runs"]])
+
+
 TABLES = {
     "published_tables": published_tables,
     "ablation": ablation,
+    "equal_budget": equal_budget,
     "generalisation": generalisation,
     "scaling": scaling,
     "compare_placers": compare_placers,
