@@ -155,9 +155,8 @@ def load() -> dict[str, Any]:
     return {"runs": [], "rows": [], "bounds": [], "saga": {}}
 
 
-def run_number(data: dict[str, Any]) -> int:
-    """Place of this run's provenance among those of the file; added if it is new."""
-    made = provenance()
+def run_number(data: dict[str, Any], made: dict[str, Any]) -> int:
+    """Place of a run's provenance among those of the file; added if it is new."""
     if made not in data["runs"]:
         data["runs"].append(made)
     return int(data["runs"].index(made))
@@ -166,7 +165,7 @@ def run_number(data: dict[str, Any]) -> int:
 def compare(options: argparse.Namespace) -> None:
     """Run what the file lacks; it is written anew after every run."""
     data = load()
-    run = run_number(data)
+    run = run_number(data, provenance())
     done = [*data["rows"], *data["bounds"]]
     context = get_context("spawn")  # torch has threads, which forks do not survive
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
@@ -213,10 +212,10 @@ def main() -> None:
     if options.saga:
         import saga_oracle
 
-        data = load()
-        run = run_number(data)
+        made = provenance()
         found = saga_oracle.compare(options.budget, options.seeds, options.workers)
-        data["saga"] = {**found, "run": run}
+        data = load()
+        data["saga"] = {**found, "run": run_number(data, made)}
         write(NAME, data)
     else:
         compare(options)

@@ -1,10 +1,16 @@
 """SAGA's schedulers beside ours on graphs without colocation; used by `equal_budget.py --saga`.
 
-SAGA (PyPI `anrg-saga`, MIT) is somebody else's list schedulers in plain Python. Its model: a task
-takes cost / speed of its device, an edge size / speed of its link, and no transfer waits for
-another. Devices and order of its schedules are valued by our simulator, once with such links (there
-both must agree) and once with links where transfers queue, which its schedulers do not know of. The
-other way round, plans of ours are valued by SAGA.
+SAGA (PyPI `anrg-saga`) is somebody else's list schedulers in plain Python. Nothing of it is copied
+here and nothing depends on it: its metadata says MIT, but the licence in its wheel forbids
+commercial use, so see to it that your use is allowed.
+
+Its model: a task takes cost / speed of its device, an edge size / speed of its link, and no
+transfer waits for another. Devices and order of its schedules are valued by our simulator, once
+with such links (there both must agree) and once with links where transfers queue, which its
+schedulers do not know of. The other way round, plans of ours are valued by SAGA.
+
+Source: Coleman, Krishnamachari (2025), PISA: an adversarial approach to comparing task graph
+scheduling algorithms, IPDPS, arXiv 2403.07120.
 """
 
 from __future__ import annotations
@@ -316,7 +322,7 @@ def compare(budget: str, seeds: int, workers: int) -> dict[str, Any]:
     except (PackageNotFoundError, ImportError) as error:
         raise SystemExit(
             f"SAGA's schedulers are not installed ({error}). Install them for this experiment "
-            f"alone: pip install anrg-saga"
+            f"alone, if its licence allows your use: pip install anrg-saga"
         ) from error
     os.environ["PYTHONHASHSEED"] = "0"  # it goes through sets of names: ties depend on the hash
     rows: list[dict[str, Any]] = []
