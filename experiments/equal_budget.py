@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -167,6 +168,7 @@ def compare(options: argparse.Namespace) -> None:
     data = load()
     run = run_number(data, provenance())
     done = [*data["rows"], *data["bounds"]]
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers
     context = get_context("spawn")  # torch has threads, which forks do not survive
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
         waiting = []
@@ -209,6 +211,8 @@ def main() -> None:
     parser.add_argument("--machines", default=",".join(MACHINES))
     parser.add_argument("--saga", action="store_true", help="SAGA's schedulers; needs anrg-saga")
     options = parser.parse_args()
+    if Budget.parse(options.budget).evaluations is None:
+        parser.error(f"--budget must count simulations, such as 4000ev, got {options.budget}")
     if options.saga:
         import saga_oracle
 

@@ -100,7 +100,7 @@ def _saga(data: dict[str, Any]) -> list[str]:
         "order of its schedules are valued by our simulator, once with such links and once with "
         "links where transfers queue, which its schedulers do not know of and ours do. Schedulers "
         "of both sides run once, `search` has "
-        f"{data['budget']} and the median of its seeds is shown; *search x16* has 16 times as many.",
+        f"{data['budget']} and the median of its seeds is shown; *search x16* has 16 times that.",
         "",
         "What agrees where the models are the same:",
         "",
