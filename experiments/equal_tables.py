@@ -124,13 +124,13 @@ def _saga(data: dict[str, Any]) -> list[str]:
 
 
 def _failed(rows: list[dict[str, Any]]) -> list[str]:
-    """Why cells of the tables are empty, one line per scheduler."""
+    """Why cells of the tables are empty."""
     why: dict[str, list[str]] = {}
     for row in rows:
         if "reason" in row:
-            where = f"{row['reason']} ({row['graph']}, {row['devices']})"
-            why.setdefault(row["scheduler"], []).append(where)
-    return ["No value:", "", *(f"- {name}: {'; '.join(found)}." for name, found in why.items())]
+            failed = f"{row['scheduler']}: {row['reason']}"
+            why.setdefault(failed, []).append(f"{row['graph']}, {row['devices']}")
+    return ["No value:", "", *(f"- {failed} ({'; '.join(on)})." for failed, on in why.items())]
 
 
 def _schedulers(rows: list[dict[str, Any]], links: str, title: str) -> list[str]:
