@@ -12,6 +12,10 @@ Differs from it in:
 - Units are the groups that Mars places, so that all rows of the table decide about the same things.
 - Every placement drawn has its own grouping.
 - The choice for a coarse group without members does not count.
+
+On graphs of a few ops it puts everything into one group before the placer has learned, unless its
+entropy weighs more (0.2, Adam's rate 0.01: tests); on a layered graph of 48 groups its best of 600
+evaluations is that of random sampling, 0.95 to 1.07 of it on four seeds.
 """
 # mypy: allow-subclassing-any
 
