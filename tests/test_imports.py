@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "devplace"
 # Files (or folders) that need torch to be of any use.
 USE_TORCH = (
     "graph/capture/",
+    "cost/gpu_kernels",
     "cost/inputs",
     "cost/profiled",
     "cost/streams",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from devplace.cost.gpu_kernels import gpu_kernel
 from devplace.cost.signature import DEVICE, INTEGERS, OpCall, TensorSpec
 
 MOST_COPIES = 256
@@ -68,7 +69,9 @@ class Arguments:
         args, kwargs = self.arguments(number)
         if self._seeds and not torch.cuda.is_current_stream_capturing():
             args = tuple(self._seeds.get(place, arg) for place, arg in enumerate(args))
-        return self._call.target(*args, **kwargs)
+        target = self._call.target
+        kernel = gpu_kernel(target) if self._device.type == "cuda" else target
+        return kernel(*args, **kwargs)
 
     def arguments(self, number: int) -> tuple[Any, Any]:
         """Those of one call: positional and named."""

@@ -29,7 +29,7 @@ KERNEL_GAP_NS = 850
 """Kernel gap of Hopper GPUs, for machines that have none of their own yet: every op in a step takes
 so much longer than in a chain of its like, whatever it does, as launch records, code and addresses
 come out of memory. Figures: docs/concepts/costs.md."""
-TIMING = 2  # how ops are timed; times taken otherwise are not mixed with these
+TIMING = 3  # how ops are timed; times taken otherwise are not mixed with these
 
 
 def default_cache() -> Path:
@@ -144,6 +144,7 @@ def cuda_place(model: str) -> str:
         cuda.allow_bf16_reduced_precision_reduction,
         cuda.allow_fp16_reduced_precision_reduction,
         cudnn.allow_tf32,
+        cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),

@@ -1,6 +1,7 @@
 """The captured step on one device in trace order: what a placed step is compared with.
 
-It shares no code with the executors except seeds, so a fault there is not a fault here too.
+It shares no code with the executors except seeds and the choice of kernels, so a fault there is not
+a fault here too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from devplace.cost.gpu_kernels import gpu_kernel
 from devplace.graph import OpGraph
 from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
 
@@ -54,7 +56,8 @@ def run_unplaced(
                 drawn_with = op_seed(seed, step, position[node.name])
                 values[node] = _draw(node.target, drawn_with, args, kwargs, place)
             else:
-                values[node] = node.target(*args, **kwargs)
+                kernel = gpu_kernel(node.target) if place.type == "cuda" else node.target
+                values[node] = kernel(*args, **kwargs)
             for arg in node.all_input_nodes:
                 waiting[arg] -= 1
                 if waiting[arg] == 0:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from devplace.cost.gpu_kernels import gpu_kernel
 from devplace.errors import ExecutionError
 from devplace.run.codegen import last_uses
 from devplace.run.cuda.clock import Clock
@@ -231,7 +232,7 @@ class DevicePass:
             if self._random.draws(node.name):
                 return self._random.draw(node.name, node.target, args, kwargs)
             if write is None:
-                return node.target(*args, **kwargs)
+                return gpu_kernel(node.target)(*args, **kwargs)
             for transfer in write.pushes:
                 self._carrier.join(transfer)
             into = out_overload(node.target)

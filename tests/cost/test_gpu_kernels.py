@@ -1,0 +1,87 @@
+"""Kernels that stand in for an op on GPUs; here they run on the CPU, which has all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from devplace.cost import gpu_kernels
+from devplace.cost.gpu_kernels import gpu_kernel
+
+aten = torch.ops.aten
+FORWARD = aten._native_batch_norm_legit_functional.default
+BACKWARD = aten.native_batch_norm_backward.default
+
+
+def case(seed: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Input, weight, bias and running statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    weight, bias, mean = (torch.randn(shape[1], generator=generator) for _ in range(3))
+    return x, weight, bias, mean, torch.rand(shape[1], generator=generator) + 0.5
+
+
+def test_other_ops_stay_themselves() -> None:
+    """Only batch norms are replaced."""
+    assert gpu_kernel(aten.mm.default) is aten.mm.default
+    assert gpu_kernel(FORWARD) is not FORWARD
+
+
+@pytest.mark.parametrize("keeps_nothing", [True, False])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (2, 3, 7), (6, 3)])
+def test_batch_norm_gives_the_same_values(
+    shape: tuple[int, ...], keeps_nothing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All results of forward and backward, whichever kernel is taken; inputs stay."""
+    monkeypatch.setattr(gpu_kernels, "_keeps_nothing", lambda *_: keeps_nothing)
+    x, weight, bias, mean, var = case(0, shape)
+    before = mean.clone(), var.clone()
+    args = (x, weight, bias, mean, var, True, 0.1, 1e-5)
+    expected, found = FORWARD(*args), gpu_kernel(FORWARD)(*args)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(mean, before[0])
+    assert torch.equal(var, before[1])
+    grad = torch.randn(shape)
+    saved = (grad, x, weight, None, None, expected[1], expected[2], True, 1e-5)
+    for mask in ([True, True, True], [True, True, False]):
+        wanted, got = BACKWARD(*saved, mask), gpu_kernel(BACKWARD)(*saved, mask)
+        for is_wanted, one, other in zip(mask, got, wanted, strict=True):
+            if is_wanted:
+                torch.testing.assert_close(one, other)
+
+
+def test_what_is_kept_is_asked_once_per_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU nothing is kept; other layouts, missing weights and rows are not asked about."""
+    asked = []
+    monkeypatch.setattr(gpu_kernels, "_keeps_nothing", lambda *key: not asked.append(key))
+    x = torch.zeros(2, 3, 4, 4)
+    assert gpu_kernels._nothing_is_kept(x, torch.ones(3))
+    assert not gpu_kernels._nothing_is_kept(x.to(memory_format=torch.channels_last), torch.ones(3))
+    assert not gpu_kernels._nothing_is_kept(x, None)
+    assert not gpu_kernels._nothing_is_kept(x[:, :, 0, 0], torch.ones(3))
+    assert len(asked) == 1
+    monkeypatch.undo()
+    assert gpu_kernels._keeps_nothing(x.device, x.dtype, x.dtype, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_on_a_gpu_the_values_are_those_of_the_captured_op(dtype: torch.dtype) -> None:
+    """cuDNN keeps nothing for contiguous tensors, and agrees with PyTorch's kernel."""
+    x, weight, bias, mean, var = (t.cuda() for t in case(1, (8, 3, 9, 10)))
+    x = x.to(dtype)
+    assert gpu_kernels._keeps_nothing(x.device, x.dtype, weight.dtype, 4)
+    args = (x, weight, bias, mean, var, True, 0.1, 1e-5)
+    expected, found = FORWARD(*args), gpu_kernel(FORWARD)(*args)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    grad = torch.randn_like(x)
+    saved = (grad, x, weight, None, None, expected[1], expected[2], True, 1e-5, [True] * 3)
+    again = (grad, x, weight, None, None, found[1], found[2], True, 1e-5, [True] * 3)
+    pairs = zip(gpu_kernel(BACKWARD)(*again), BACKWARD(*saved), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
