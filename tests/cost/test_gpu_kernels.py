@@ -84,4 +84,4 @@ def test_on_a_gpu_the_values_are_those_of_the_captured_op(dtype: torch.dtype) ->
     again = (grad, x, weight, None, None, found[1], found[2], True, 1e-5, [True] * 3)
     pairs = zip(gpu_kernel(BACKWARD)(*again), BACKWARD(*saved), strict=True)
     for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(one, other, rtol=5e-3 if dtype.itemsize < 4 else 1e-3, atol=1e-4)

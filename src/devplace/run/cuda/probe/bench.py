@@ -148,6 +148,9 @@ class CudaBench:
         self._workers.close()
         for port in self._all():
             port.out = port.into = port.flags = None
+            with suppress(RuntimeError):  # a stream that failed is of no use to others
+                port.synchronize()
+                port.give_up_stream()
         self._host_out = self._host_into = None
         with suppress(RuntimeError):  # after a failure of a device; that one is told
             torch.cuda.empty_cache()
