@@ -3,27 +3,39 @@
 Full-size graphs of the test families (`learned_problems.TEST`; training saw small ones of others)
 on a machine of the training, on an unseen card, and with an unseen number of devices. Zero-shot and
 fine-tuned with 100 samples, against the same network untrained, Post from scratch, list scheduling
-and search. Writes docs/results/generalisation.json; the table is made from it by `tables.py`. Run:
-`python experiments/generalisation.py [--seeds 3] [--workloads gnmt-4] [--note TEXT]`.
+and search. Writes docs/results/generalisation.json after every problem (workload and machine), with
+a process for each of `--workers` at a time; a problem that is in the file already, with the same
+weights and seeds, is not done again. The table is made from it by `tables.py`. Run:
+`python experiments/generalisation.py [--seeds 3] [--workers 2] [--workloads gnmt-4]
+[--machines k40x4] [--note TEXT]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import os
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import learned_problems
-from common import capture_workload, provenance, write
+from common import RESULTS, capture_workload, provenance, write
 
 from devplace import placers
 from devplace.cost.analytic import Analytic
+from devplace.graph import serialize
 from devplace.machine import load_machine
 from devplace.placers import Heft, Learned, Placer, Post, Random, Search, Single
 from devplace.placers.rl import weights
 from devplace.problem import Placement, Problem
 from devplace.simulator.bounds import lower_bound
 
+NAME = "generalisation"
 WORKLOADS = tuple(name for names in learned_problems.TEST.values() for name in names)
 
 
@@ -58,7 +70,7 @@ METHODS = (
 WARM = "search from learned, zero-shot"
 
 
-def row(
+def result_of(
     problem: Problem, machine: str, method: Method, seed: int, bound: Any
 ) -> tuple[dict[str, Any], Placement]:
     """One result, and its placement."""
@@ -85,39 +97,84 @@ def rows(problem: Problem, machine: str, seeds: int) -> list[dict[str, Any]]:
     start: Placement | None = None
     for method in METHODS:
         for seed in range(seeds if method.is_seeded else 1):
-            result, placement = row(problem, machine, method, seed, bound)
+            result, placement = result_of(problem, machine, method, seed, bound)
             found.append(result)
             if method.label == "learned, zero-shot":
                 start = placement
     for seed in range(seeds):
         warm = Method(WARM, Search(start=start), 2400)
-        found.append(row(problem, machine, warm, seed, bound)[0])
+        found.append(result_of(problem, machine, warm, seed, bound)[0])
     return found
 
 
+def save_graph(workload: str, folder: str) -> None:
+    """Capture a workload's step into `folder`."""
+    Path(folder, f"{workload}.json").write_bytes(serialize.to_json(capture_workload(workload)))
+
+
+def run(workload: str, machine_name: str, seeds: int, folder: str) -> list[dict[str, Any]]:
+    """All methods on one problem; its graph was saved in `folder`."""
+    graph = serialize.from_json(Path(folder, f"{workload}.json").read_bytes())
+    machine = load_machine(machine_name)
+    return rows(Problem(graph, machine, Analytic()(graph, machine)), machine_name, seeds)
+
+
+def done_before(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows that the result file has, if it was made with the same weights and seeds."""
+    path = RESULTS / f"{NAME}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    is_same = all(before.get(name) == data[name] for name in ("seeds", "weights_sha256"))
+    return before["rows"] if is_same else []
+
+
+def in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in the order of workloads and machines, whichever was ready first."""
+    machines = list(learned_problems.TEST_MACHINES)
+
+    def place_of(row: dict[str, Any]) -> tuple[int, int]:
+        known = row["machine"] in machines
+        return (
+            WORKLOADS.index(row["workload"]) if row["workload"] in WORKLOADS else len(WORKLOADS),
+            machines.index(row["machine"]) if known else len(machines),
+        )
+
+    return sorted(found, key=place_of)
+
+
 def main() -> None:
-    """Run everything; the result is written after every problem."""
+    """Run what is missing; the result is written after every problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--machines", default=",".join(learned_problems.TEST_MACHINES))
     parser.add_argument("--note", default="", help="a sentence for the table")
     options = parser.parse_args()
     data: dict[str, Any] = {"provenance": provenance(), "seeds": options.seeds}
-    data |= {"weights": weights.read(weights.SHIPPED)[1], "note": options.note, "rows": []}
-    for name in options.workloads.split(","):
-        graph = capture_workload(name)
-        for machine_name in options.machines.split(","):
-            machine = load_machine(machine_name)
-            problem = Problem(graph, machine, Analytic()(graph, machine))
-            data["rows"] += rows(problem, machine_name, options.seeds)
-            write("generalisation", data)
-            last = [
-                r for r in data["rows"] if (r["workload"], r["machine"]) == (name, machine_name)
-            ]
-            print(name, machine_name, flush=True)
-            for r in last:
-                print(f"  {r['method']} {r['budget']}: {r['step_ns'] / 1e6:.2f} ms", flush=True)
+    data |= {"weights": weights.read(weights.SHIPPED)[1], "note": options.note}
+    data["weights_sha256"] = hashlib.sha256(weights.SHIPPED.read_bytes()).hexdigest()
+    data["rows"] = done_before(data)
+    known = {(row["workload"], row["machine"]) for row in data["rows"]}
+    wanted = [(w, m) for w in options.workloads.split(",") for m in options.machines.split(",")]
+    todo = [problem for problem in wanted if problem not in known]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
+    ):
+        for saved in [
+            pool.submit(save_graph, w, folder) for w in dict.fromkeys(w for w, _ in todo)
+        ]:
+            saved.result()
+        jobs = [pool.submit(run, *problem, options.seeds, folder) for problem in todo]
+        for ended in as_completed(jobs):
+            found = ended.result()
+            data["rows"] = in_order([*data["rows"], *found])
+            write(NAME, data)
+            print(found[0]["workload"], found[0]["machine"], flush=True)
+            for row in found:
+                print(
+                    f"  {row['method']} {row['budget']}: {row['step_ns'] / 1e6:.2f} ms", flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ from devplace.cost.analytic import Analytic
 from devplace.graph.capture import capture
 from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator
-from devplace.placers.rl.environment import Environment
-from devplace.placers.rl.parting import worth_parting
-from devplace.placers.rl.scene import Scene
+from devplace.placers.rl.partings import Partings
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.simulator import simulate
@@ -40,7 +38,7 @@ TEST = {
 }
 MACHINES = (
     *("k40x2", "k40x4", "p100x2", "p100x4", "v100x2", "v100x4", "a100x2", "a100x4"),
-    *("rtx4090x2", "unequal-2", "laptop", "cpux2", "cpux4"),
+    *("p100x3", "k40x6", "a100x6", "rtx4090x2", "unequal-2", "laptop", "cpux2", "cpux4"),
 )
 TEST_MACHINES = ("k40x4", "h100x4", "v100x8")
 """A machine of training, an unseen card, an unseen number of devices."""
@@ -52,8 +50,7 @@ class Sample:
     """A problem of training, ready for the policy."""
 
     label: str
-    environment: Environment
-    scene: Scene
+    partings: Partings
     single_ns: int
 
 
@@ -97,8 +94,6 @@ def draw(graphs: list[Any], rng: np.random.Generator) -> Sample:
         most = int(part * alone.peak_bytes.max())
         problem = replace(problem, limits={machine.device_names[d]: most for d in fast})
         note = f" memory {part:.2f}"
-    environment = Environment(
-        Evaluator(problem, Budget(evaluations=10**9), threads=1), worth_parting(problem)
-    )
+    partings = Partings(Evaluator(problem, Budget(evaluations=10**9), threads=1))
     label = f"{graph.name} {machine.name} times {slower:.1f}{note}"
-    return Sample(label, environment, Scene(environment), alone.makespan_ns)
+    return Sample(label, partings, alone.makespan_ns)

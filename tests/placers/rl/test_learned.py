@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.placers.rl.cases import environment, layered, three_ops
+from tests.placers.rl.cases import all_actions, curves, environment, layered, logged, three_ops
 from tests.strategies import random_problem
 
 from devplace import placers, workloads
@@ -19,12 +19,22 @@ from devplace.cost.analytic import Analytic
 from devplace.errors import InfeasibleError, InputError
 from devplace.graph.capture import capture
 from devplace.machine import load_machine
-from devplace.placers import Learned, Search, place
+from devplace.placers import Budget, Evaluator, Learned, Search, place
 from devplace.placers.rl import weights
+from devplace.placers.rl.count_head import RULE
 from devplace.placers.rl.environment import Environment
-from devplace.placers.rl.learned import Own, Surrogate
+from devplace.placers.rl.learned import (
+    Drawn,
+    Own,
+    Surrogate,
+    count_logits,
+    counts_by_likelihood,
+    draw,
+    score,
+)
 from devplace.placers.rl.pair_policy import PairPolicy
 from devplace.placers.rl.parting import FEW, edge_ns, worth_parting
+from devplace.placers.rl.partings import Partings, counts_around
 from devplace.placers.rl.policies import log_prob
 from devplace.placers.rl.scene import BINS, Scene, earliest_starts
 from devplace.problem import Problem
@@ -146,29 +156,158 @@ def test_fine_tuning_improves_on_zero_shot() -> None:
     assert many < one
 
 
+def spread(policy: PairPolicy, own: Own) -> None:
+    """Give weights that are zero before training, and the numbers of a problem, random values."""
+    for weight in (
+        policy.score.layers[-1].weight,
+        policy.counts.score.layers[-1].weight,
+        own.table,
+        own.counts,
+    ):
+        torch.nn.init.normal_(weight)
+    torch.nn.init.zeros_(policy.counts.score.layers[-1].bias)
+
+
 def test_logits_seen_again_are_those_drawn_from() -> None:
-    """Scoring stored samples gives the probabilities that they were drawn with."""
-    scored = environment(layered(2))
-    scene, policy = Scene(scored), PairPolicy(8)
-    torch.nn.init.normal_(policy.score.layers[-1].weight)
-    own = Own(scored.allowed.shape)
-    torch.nn.init.normal_(own.table)
-    actions, pairs, may = policy.act(scene, own.table.detach(), 5, torch.Generator().manual_seed(0))
-    loss = Surrogate(policy, scene, own, torch.as_tensor(actions), pairs, may)
-    now = log_prob(loss.logits(), torch.as_tensor(actions))
+    """Scoring stored samples gives the probabilities that they were drawn with, for each count."""
+    partings = Partings(Evaluator(layered(2), Budget()))
+    torch.manual_seed(0)
+    policy, own = PairPolicy(8), Own(partings)
+    spread(policy, own)
+    drawn = draw(policy, partings, own, 12, torch.Generator().manual_seed(0))
+    assert len(drawn) > 1
+    loss = Surrogate(policy, partings, own, drawn)
     assert loss.divergence() == pytest.approx(0, abs=1e-6)
-    progress = scene.begin(5)
+    for d, logits in zip(drawn, loss.logits(), strict=True):
+        scene, table = partings.scene(d.choice), own.of(partings.grouping(d.choice))
+        now = log_prob(logits, torch.as_tensor(d.actions))
+        progress = scene.begin(len(d.actions))
+        for group in range(scene.num_groups):
+            features, free = scene.pairs(progress, group)
+            seen = policy(
+                policy.embed(scene)[group],
+                torch.as_tensor(features),
+                torch.as_tensor(free),
+                table[group],
+            )
+            taken = log_prob(seen, torch.as_tensor(d.actions[:, group]))
+            assert torch.allclose(taken, now[:, group], atol=1e-5)
+            scene.put(progress, group, d.actions[:, group])
+
+
+def every(partings: Partings, choice: int) -> Drawn:
+    """All placements with a number of groups, with what the policy sees in each."""
+    scene = partings.scene(choice)
+    actions = all_actions(scene.num_groups, scene.num_devices)
+    progress, seen, open_to = scene.begin(len(actions)), [], []
     for group in range(scene.num_groups):
         features, free = scene.pairs(progress, group)
-        logits = policy(
-            policy.embed(scene)[group],
-            torch.as_tensor(features),
-            torch.as_tensor(free),
-            own.table[group],
-        )
-        drawn = log_prob(logits, torch.as_tensor(actions[:, group]))
-        assert torch.allclose(drawn, now[:, group], atol=1e-5)
+        seen.append(torch.as_tensor(features))
+        open_to.append(torch.as_tensor(free))
         scene.put(progress, group, actions[:, group])
+    return Drawn(choice, actions, torch.stack(seen, 1), torch.stack(open_to, 1))
+
+
+def test_the_gradient_is_that_of_the_expected_reward() -> None:
+    """On three ops, over every number of groups and every placement: PPO's first step, weighted by
+    probabilities, is the gradient of the exact expectation, for the network, the head of counts
+    and the numbers of the problem alike."""
+    partings = Partings(Evaluator(three_ops(), Budget()))
+    torch.manual_seed(0)
+    policy, own = PairPolicy(8), Own(partings)
+    spread(policy, own)
+    choices = np.flatnonzero(partings.is_open).tolist()
+    assert len(choices) == 2
+    drawn = [every(partings, choice) for choice in choices]
+    reward = -torch.as_tensor(score(partings, drawn).step_ns, dtype=torch.float32)
+    parameters = [*policy.parameters(), *own.parameters()]
+
+    def probabilities() -> torch.Tensor:
+        counts = torch.softmax(count_logits(policy, partings, own), -1)
+        parts = []
+        for d in drawn:
+            table = own.of(partings.grouping(d.choice))
+            logits = policy(policy.embed(partings.scene(d.choice)), d.pairs, d.may, table)
+            chosen = log_prob(logits, torch.as_tensor(d.actions)).sum(1).exp()
+            parts.append(counts[d.choice] * chosen)
+        return torch.cat(parts)
+
+    probability = probabilities()
+    assert float(probability.detach().sum()) == pytest.approx(1, abs=1e-5)
+    expected = torch.autograd.grad((probability * reward).sum(), parameters, allow_unused=True)
+    loss = Surrogate(policy, partings, own, drawn)
+    rows, groups = len(reward), partings.environment(RULE).num_groups
+    weighted = rows * groups * probability.detach() * reward
+    found = torch.autograd.grad(loss(weighted, 0.2), parameters, allow_unused=True)
+    assert own.counts.shape == expected[-1].shape
+    assert float(expected[-1].abs().max()) > 0.01
+    for one, other in zip(expected, found, strict=True):
+        if one is not None:
+            assert torch.allclose(one, -other, atol=1e-4, rtol=1e-3)
+
+
+def test_the_untrained_head_chooses_the_number_of_groups_of_the_rule(graph: Any) -> None:
+    """On any graph and machine; others are less likely, but none is ruled out that there is."""
+    for problem in (three_ops(), layered(), on(graph, "k40x4", 20), on(graph, "laptop")):
+        partings = Partings(Evaluator(problem, Budget()))
+        policy, own = PairPolicy(), Own(partings)
+        assert counts_by_likelihood(policy, partings, own)[0] == RULE
+        rule = worth_parting(problem)
+        assert partings.counts[RULE] == partings.grouping(RULE).num_groups == rule.num_groups
+        chance = torch.softmax(count_logits(policy, partings, own), -1).detach()
+        assert ((chance > 0.01) == torch.as_tensor(partings.is_open)).all()
+
+
+def test_counts_lie_around_the_rule_s() -> None:
+    """Quarter to four times as many, no fewer than devices, no more than colocation groups, 512."""
+    assert counts_around(40, 10_000, 4) == (10, 20, 40, 80, 160)
+    assert counts_around(40, 100, 12) == (12, 20, 40, 80, 100)
+    assert counts_around(190, 10_000, 4) == (48, 95, 190, 380, 512)
+    assert counts_around(3, 3, 2) == (2, 2, 3, 3, 3)
+    assert counts_around(1, 1, 2) == (1, 1, 1, 1, 1)
+
+
+def test_groupings_of_all_counts_are_whole(graph: Any) -> None:
+    """Each has all colocation groups, at most as many groups as wanted, and more than the coarser
+    ones; scenes and environments are made once."""
+    partings = Partings(Evaluator(on(graph, "k40x4", 20), Budget()))
+    sizes = []
+    for choice in np.flatnonzero(partings.is_open).tolist():
+        grouping = partings.grouping(choice)
+        assert set(grouping.of_colocation.tolist()) == set(range(grouping.num_groups))
+        assert 0.7 * partings.counts[choice] <= grouping.num_groups <= partings.counts[choice]
+        assert partings.scene(choice) is partings.scene(choice)
+        sizes.append(grouping.num_groups)
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) == 5
+
+
+def test_fine_tuning_learns_the_number_of_groups(tmp_path: Path) -> None:
+    """Where only whole halves do not send what is dear, coarse groups become the likeliest."""
+    lines = ["x = input bytes=1"]
+    lines += [f"a0_{side} = f(x) bytes=100 ns=10" for side in (0, 1)]
+    for k in range(1, 12):
+        lines += [f"a{k}_{side} = f(a{k - 1}_{side}) bytes=100 ns=10" for side in (0, 1)]
+    lines += ["c = join(a11_0, a11_1) bytes=1 ns=1 result=output"]
+    machine = hand_machine({"gpu:0": 9000, "gpu:1": 9000}, latency_ns=200)
+    problem = hand_problem("\n".join(lines), machine)
+    place(problem, logged(Learned(weights=None), tmp_path), "1000ev", 0)
+    groups = [row["groups"] or 0.0 for row in curves(tmp_path)]
+    assert groups[-1] < 0.6 * groups[0]
+
+
+def test_seeds_differ_and_repeat() -> None:
+    """The same seed gives the same history; another one another."""
+    found = [place(layered(4), Learned(), "100ev", seed).history for seed in (1, 1, 2)]
+    steps = [[(n, step) for n, _, step in history] for history in found]
+    assert steps[0] == steps[1]
+    assert steps[0] != steps[2]
+
+
+def test_seconds_that_run_out_between_drawing_and_scoring_are_no_error() -> None:
+    """A budget in seconds ends the run with the best so far."""
+    found = place(layered(), Learned(weights=None), "0.2s", 0)
+    assert found.evaluations >= 1
 
 
 def test_number_of_groups_follows_from_graph_and_machine(graph: Any) -> None:
@@ -219,7 +358,7 @@ def test_what_is_seen_of_a_pair_by_hand() -> None:
 def test_equal_devices_are_told_apart_by_what_is_on_them_only(graph: Any) -> None:
     """Renaming equal devices renames the answer: scores know no device by its number."""
     problem = on(graph, "cpux3", 20)
-    scored = Environment(placers.Evaluator(problem, placers.Budget()), worth_parting(problem))
+    scored = Environment(Evaluator(problem, Budget()), worth_parting(problem))
     scene, policy = Scene(scored), PairPolicy()
     weights.load_into(policy, weights.SHIPPED)
     rows = []

@@ -83,12 +83,15 @@ class Environment:
     def __call__(self, actions: NDArray[np.integer]) -> Outcome:
         """Score placements; ask `room` before how many there may be.
 
+        Seconds that ran out since then do not matter: what was drawn is scored.
+
         Args:
             actions: `[B, M]`
         """
         if actions.ndim != 2 or actions.shape[1] != self.num_groups:
             raise ValueError(f"actions must be [B, {self.num_groups}], got {actions.shape}")
-        if len(actions) > self.room(len(actions)):
+        most = self.evaluate.budget.evaluations
+        if most is not None and len(actions) > most - self.evaluate.num_evaluations:
             raise ValueError("more placements than the budget allows: ask room() first")
         step, overflow = self.evaluate.batch(self.task_devices(actions))
         row = int(np.lexsort((step, overflow))[0])

@@ -40,17 +40,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.costs import HardLimit
-from devplace.placers.rl.environment import Environment, Outcome
+from devplace.placers.rl.count_head import RULE
+from devplace.placers.rl.environment import Outcome
+from devplace.placers.rl.grouping import Grouping
 from devplace.placers.rl.losses import approximate_kl, ppo_clip, standardised
 from devplace.placers.rl.options import TrainingOptions
 from devplace.placers.rl.pair_policy import PairPolicy
-from devplace.placers.rl.parting import worth_parting
-from devplace.placers.rl.policies import entropy, log_prob
-from devplace.placers.rl.scene import Scene
+from devplace.placers.rl.partings import Partings, joined_outcomes
+from devplace.placers.rl.policies import entropy, log_prob, sample
 from devplace.placers.rl.training import Training, Values
 from devplace.placers.rl.weights import SHIPPED, load_into
 from devplace.problem import Placement, Problem
@@ -89,43 +91,47 @@ class Learned:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """The likeliest placement, then fine-tuning; gives the best placement seen."""
-        environment = Environment(evaluate, worth_parting(problem))
-        with Training(self, environment, rng) as training:
-            return self._learn(environment, training)
+        partings = Partings(evaluate)
+        with Training(self, partings, rng) as training:
+            return self._learn(partings, training)
 
-    def _learn(self, environment: Environment, training: Training) -> Placement:
-        scene = Scene(environment)
+    def _learn(self, partings: Partings, training: Training) -> Placement:
         with training.seeded():
             policy = PairPolicy(self.hidden)
         if self.weights is not None:
             load_into(policy, self.weights)
         policy.to(training.device)
-        own = Own(environment.allowed.shape).to(training.device)
+        own = Own(partings).to(training.device)
         optimizer = torch.optim.Adam(
             [
                 {"params": policy.parameters(), "lr": self.learning_rate},
                 {"params": own.parameters(), "lr": self.own_rate},
             ]
         )
-        cost, kept = HardLimit(environment.limit_bytes), Values(begun=False)
+        cost, kept = HardLimit(partings.limit_bytes), Values(begun=False)
         training.track(policy=policy, own=own, optimizer=optimizer, cost=cost, kept=kept)
         if not kept.begun:
-            actions, _, _ = policy.act(scene, own.table.detach(), 1, None)
-            cost(environment(actions[: environment.room(1)]))
+            for choice in counts_by_likelihood(policy, partings, own):
+                if partings.room(1):
+                    cost(score(partings, [likeliest(policy, partings, own, choice)]))
             kept.begun = True
         while not training.is_done:
-            count = environment.room(self.samples)
-            table = own.table.detach()
-            actions, pairs, may = policy.act(scene, table, count, training.generator)
-            outcome = environment(actions)
-            loss = Surrogate(policy, scene, own, torch.as_tensor(actions), pairs, may)
+            drawn = draw(policy, partings, own, partings.room(self.samples), training.generator)
+            outcome = score(partings, drawn)
+            loss = Surrogate(policy, partings, own, drawn)
             advantage = standardised(log_reward(cost, outcome)).to(training.device)
             for _ in range(self.steps):
                 optimizer.zero_grad()
                 loss(advantage, self.clip).backward()
                 optimizer.step()
-            training.log(outcome, entropy=loss.entropy, kl=loss.divergence())
-        return environment.best()
+            training.log(
+                outcome,
+                groups=loss.groups,
+                entropy=loss.entropy,
+                count_entropy=loss.count_entropy,
+                kl=loss.divergence(),
+            )
+        return partings.best()
 
 
 def log_reward(cost: HardLimit, outcome: Outcome) -> Tensor:
@@ -134,55 +140,149 @@ def log_reward(cost: HardLimit, outcome: Outcome) -> Tensor:
 
 
 class Own(nn.Module):  # type: ignore[misc]
-    """A number per pair that belongs to one problem, zero at first. `[M, A]`"""
+    """Numbers that belong to one problem, zero at first, added to the policy's logits.
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    One per count of groups, and one per colocation group and device: the number of a group is the
+    mean over its members, so that what is learned with one count holds with the others.
+    """
+
+    def __init__(self, partings: Partings) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.zeros(shape))
+        members, devices = partings.problem.core.tasks.num_groups, partings.num_actions
+        self.table = nn.Parameter(torch.zeros(members, devices))
+        self.counts = nn.Parameter(torch.zeros(len(partings.counts)))
+
+    def of(self, grouping: Grouping) -> Tensor:
+        """A number per pair. `[M, A]`"""
+        group = torch.as_tensor(grouping.of_colocation, device=self.table.device).long()
+        total = self.table.new_zeros(grouping.num_groups, self.table.shape[1])
+        members = torch.bincount(group, minlength=grouping.num_groups)
+        return total.index_add(0, group, self.table) / members[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Samples with the same number of groups.
+
+    Attributes:
+        choice: Which of `Partings.counts`.
+        actions: int64 `[B, M]`
+        pairs, may: From `PairPolicy.act`.
+    """
+
+    choice: int
+    actions: NDArray[np.int64]
+    pairs: Tensor
+    may: Tensor
+
+
+def count_logits(policy: PairPolicy, partings: Partings, own: Own) -> Tensor:
+    """Logits of counts of groups. `[C]`"""
+    device = own.counts.device
+    summary = torch.as_tensor(partings.summary, device=device)
+    found: Tensor = policy.counts(summary, torch.as_tensor(partings.is_open, device=device))
+    return found + own.counts
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def counts_by_likelihood(policy: PairPolicy, partings: Partings, own: Own) -> list[int]:
+    """Choices of `Partings.counts` that there are, the likeliest first."""
+    order = torch.argsort(count_logits(policy, partings, own), descending=True, stable=True)
+    return [choice for choice in order.tolist() if partings.is_open[choice]]
+
+
+def likeliest(policy: PairPolicy, partings: Partings, own: Own, choice: int) -> Drawn:
+    """The likeliest placement with a number of groups, the same every time."""
+    table = own.of(partings.grouping(choice)).detach()
+    return Drawn(choice, *policy.act(partings.scene(choice), table, 1, None))
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def draw(
+    policy: PairPolicy, partings: Partings, own: Own, count: int, generator: torch.Generator
+) -> list[Drawn]:
+    """Samples: for each a number of groups, then devices; ordered by the number of groups."""
+    logits = count_logits(policy, partings, own).expand(count, -1)
+    chosen = sample(logits, generator).cpu().numpy()
+    found = []
+    for choice, times in zip(*np.unique(chosen, return_counts=True), strict=True):
+        scene, table = partings.scene(int(choice)), own.of(partings.grouping(int(choice)))
+        found.append(Drawn(int(choice), *policy.act(scene, table, int(times), generator)))
+    return found
+
+
+def score(partings: Partings, drawn: list[Drawn]) -> Outcome:
+    """What samples cost, in their order."""
+    return joined_outcomes([partings.environment(d.choice)(d.actions) for d in drawn])
 
 
 class Surrogate:
-    """PPO's loss for samples that were scored, per group as each takes its device in turn.
+    """PPO's loss for samples that were scored: of the number of groups and of each group's device.
+
+    Summed over the decisions of a sample, as a part of the decisions of the rule's grouping.
 
     Args:
-        policy, scene, own: What the samples were drawn from.
-        actions: `[B, M]`
-        pairs, may: From `PairPolicy.act`.
+        policy, partings, own, drawn: What was drawn, and from what.
 
     Attributes:
+        groups: Mean number of groups.
         entropy: Per group before the update, nats.
+        count_entropy: Of the number of groups before the update, nats.
     """
 
     def __init__(
-        self,
-        policy: PairPolicy,
-        scene: Scene,
-        own: Own,
-        actions: Tensor,
-        pairs: Tensor,
-        may: Tensor,
+        self, policy: PairPolicy, partings: Partings, own: Own, drawn: list[Drawn]
     ) -> None:
-        self._policy, self._scene, self._own = policy, scene, own
-        self._actions, self._pairs, self._may = actions.to(pairs.device), pairs, may
+        self._policy, self._partings, self._own, self._drawn = policy, partings, own, drawn
+        self._scale = len(self._choices()) * max(1, partings.environment(RULE).num_groups)
         with torch.no_grad():
             logits = self.logits()
-            self._before = log_prob(logits, self._actions)
-            self.entropy = float(entropy(logits).mean())
+            self._before = self._log_probs(logits)
+            self._count_before = self._count_log_prob()
+            self.groups = float(np.mean([d.actions.shape[1] for d in drawn for _ in d.actions]))
+            self.entropy = float(torch.cat([entropy(each).flatten() for each in logits]).mean())
+            self.count_entropy = float(entropy(count_logits(policy, partings, own)))
 
-    def logits(self) -> Tensor:
-        """As the policy is now, for what it saw then. `[B, M, A]`"""
-        groups = self._policy.embed(self._scene)
-        found: Tensor = self._policy(groups, self._pairs, self._may, self._own.table)
+    def logits(self) -> list[Tensor]:
+        """As the policy is now, for what it saw then; for each count `[B, M, A]`."""
+        found = []
+        for d in self._drawn:
+            groups = self._policy.embed(self._partings.scene(d.choice))
+            own = self._own.of(self._partings.grouping(d.choice))
+            found.append(self._policy(groups, d.pairs, d.may, own))
         return found
 
-    def __call__(self, advantage: Tensor, clip: float, bonus: float = 0.0) -> Tensor:
-        """To be minimised; `bonus` is the weight of entropy."""
-        logits = self.logits()
-        now = log_prob(logits, self._actions)
-        loss = ppo_clip(now, self._before, advantage[:, None], clip)
-        return loss - bonus * entropy(logits).mean() if bonus else loss
+    def _choices(self) -> list[int]:
+        return [d.choice for d in self._drawn for _ in d.actions]
+
+    def _log_probs(self, logits: list[Tensor]) -> list[Tensor]:
+        """For each count `[B, M]`."""
+        actions = [torch.as_tensor(d.actions, device=d.pairs.device) for d in self._drawn]
+        return [log_prob(each, taken) for each, taken in zip(logits, actions, strict=True)]
+
+    def _count_log_prob(self) -> Tensor:
+        """Of each sample's number of groups. `[B]`"""
+        every = torch.log_softmax(count_logits(self._policy, self._partings, self._own), -1)
+        return every[self._choices()]
+
+    def __call__(self, advantage: Tensor, clip: float) -> Tensor:
+        """To be minimised."""
+        counted = self._count_log_prob()
+        total = ppo_clip(counted, self._count_before, advantage, clip) * len(counted)
+        parts = advantage.split([len(d.actions) for d in self._drawn])
+        now = self._log_probs(self.logits())
+        for each, before, part in zip(now, self._before, parts, strict=True):
+            total = total + ppo_clip(each, before, part[:, None], clip) * each.numel()
+        return total / self._scale
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def divergence(self) -> float:
-        """How far the policy has moved per group, nats."""
-        return float(approximate_kl(log_prob(self.logits(), self._actions), self._before))
+        """How far the policy has moved per decision, nats."""
+        now = [*self._log_probs(self.logits()), self._count_log_prob()]
+        before = [*self._before, self._count_before]
+        return float(
+            approximate_kl(
+                torch.cat([each.flatten() for each in now]),
+                torch.cat([each.flatten() for each in before]),
+            )
+        )

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from devplace.placers.rl.count_head import CountHead
 from devplace.placers.rl.mlp import Mlp
 from devplace.placers.rl.policies import masked, sample
 from devplace.placers.rl.scene import GROUP_FEATURES, PAIR_FEATURES, QUEUE, TRAFFIC, Scene
@@ -23,6 +24,7 @@ class PairPolicy(nn.Module):
     The score of a pair is a network's of the group's embedding and of the pair's features, plus a
     line through the features whose first weights are those of a list scheduler: less queueing,
     less traffic. The last layer of the network begins at zero, so training begins with that rule.
+    `counts` chooses before that how many groups there are.
 
     Args:
         hidden: Size of embeddings.
@@ -36,6 +38,7 @@ class PairPolicy(nn.Module):
         self.rounds = nn.ModuleList(nn.Linear(3 * hidden, hidden) for _ in range(rounds))
         self.score = Mlp([hidden + PAIR_FEATURES, 64, 32, 1])
         self.rule = nn.Linear(PAIR_FEATURES, 1, bias=False)
+        self.counts = CountHead()
         with torch.no_grad():
             last = self.score.layers[-1]
             last.weight.zero_()

@@ -1,4 +1,4 @@
-"""Groups whose number follows from graph and machine: what is not worth parting is joined."""
+"""Groups whose number follows from graph and machine; groupings with fewer or more than that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from numpy.typing import NDArray
 from devplace.placers.groups import accelerators
 from devplace.placers.partitioners.group_graph import mean_work
 from devplace.placers.rl.features import group_bytes
-from devplace.placers.rl.grouping import Grouping, by_module, colocated, colocation, renumbered
+from devplace.placers.rl.grouping import (
+    Grouping,
+    by_module,
+    colocated,
+    colocation,
+    joined,
+    renumbered,
+)
 from devplace.problem import Problem
 
 I64 = NDArray[np.int64]
@@ -36,6 +43,32 @@ def worth_parting(problem: Problem) -> Grouping:
     return _joined_where_dear(first)
 
 
+def parted(rule: Grouping, count: int) -> Grouping:
+    """A grouping with about so many groups, at most; finer or coarser than that of the rule.
+
+    Fewer: what exchanges most is joined further. More: beginning from a deeper cut by module path
+    (or by co-location, where paths tell too little), what is dearest to part is joined as by the
+    rule, but only down to `count`.
+
+    Args:
+        rule: From `worth_parting`.
+    """
+    if count == rule.num_groups:
+        return rule
+    problem = rule.problem
+    if count < rule.num_groups:
+        return joined(problem, rule.of_colocation.astype(np.int64), count)
+    if count >= problem.core.tasks.num_groups:
+        return colocation(problem)
+    first = by_module(problem, 2 * count)
+    if first.num_groups < count:
+        first = colocated(problem, 2 * count)
+    found = _joined_where_dear(first, count)
+    if found.num_groups <= count:
+        return found
+    return joined(problem, found.of_colocation.astype(np.int64), count)
+
+
 def edge_ns(grouping: Grouping) -> tuple[I64, F64]:
     """Edges between groups `[2, E]` and the time to send each over each kind of link, `[C, E]` ns.
 
@@ -57,7 +90,8 @@ def edge_ns(grouping: Grouping) -> tuple[I64, F64]:
     return np.stack([pairs // count, pairs % count]).astype(np.int64), total
 
 
-def _joined_where_dear(grouping: Grouping) -> Grouping:
+def _joined_where_dear(grouping: Grouping, least: int = 1) -> Grouping:
+    """Join what is dear to part, worst first, while there are more than `least` groups."""
     problem = grouping.problem
     fast = accelerators(problem)
     edges, sent = edge_ns(grouping)
@@ -66,7 +100,7 @@ def _joined_where_dear(grouping: Grouping) -> Grouping:
     kept = group_bytes(grouping).astype(np.float64)
     most = [float(total.sum()) / (2 * len(fast)) for total in (work, kept)]
     unit = np.arange(grouping.num_groups)
-    while True:
+    for _ in range(grouping.num_groups - least):
         src, dst = unit[edges[0]], unit[edges[1]]
         low, high = np.minimum(src, dst), np.maximum(src, dst)
         apart = low != high

@@ -24,6 +24,7 @@ BOOL = NDArray[np.bool_]
 BINS = 16
 GROUP_FEATURES = 12 + BINS
 PAIR_FEATURES = 16
+PROBLEM_FEATURES = 12
 QUEUE, TRAFFIC = 0, 1
 """Columns of pair features that a list scheduler goes by; see `Scene.pairs`."""
 
@@ -37,6 +38,7 @@ class Scene:
     Attributes:
         time: Time of each group on each device. `[M, A]`
         groups: What is known of each group before anything is placed. `[M, GROUP_FEATURES]`
+        summary: What is known of graph and machine as a whole. `[PROBLEM_FEATURES]`
         edges: Between groups, int64 `[2, E]`; `weights`: their traffic, scaled to a sum of 1 over
             all that enters (row 0) or leaves (row 1) a group. `[2, E]`
         allowed: Devices each group may go to. bool `[M, A]`
@@ -72,6 +74,7 @@ class Scene:
             ]
         ).astype(np.float32)
         self.groups = self._group_rows(environment, into, out)
+        self.summary = self._problem_row(environment)
         self._near = [self._neighbours(group) for group in range(self.num_groups)]
 
     def _levels(self, environment: Environment) -> None:
@@ -112,6 +115,30 @@ class Scene:
         ]
         rows += list((self._profile / np.maximum(best, 1e-12)[:, None]).T)
         found: F32 = np.clip(np.stack(rows, axis=1), -5, 5).astype(np.float32)
+        return found
+
+    def _problem_row(self, environment: Environment) -> F32:
+        """Groups, colocation groups, tasks (logarithms); devices, part of them that are CPUs, the
+        slowest one's speed; transfers if all were sent, and those of an edge beside the work of a
+        group (logarithms); the longest path; the largest group; memory kept and made."""
+        tasks, sent = environment.problem.core.tasks, self._sent.mean(axis=0)
+        best = self.time.min(axis=1)
+        each = float(sent.mean()) / max(1e-12, float(best.mean())) if len(sent) else 0.0
+        row = (
+            np.log10(max(1, self.num_groups)),
+            np.log10(max(1, tasks.num_groups)),
+            np.log10(max(1, tasks.num_tasks)),
+            self.num_devices / 8,
+            float(self._is_cpu.mean()),
+            float(self._speed.min()),
+            np.log10(float(sent.sum()) + 1e-6),
+            np.log10(each + 1e-6),
+            self._path / self._unit,
+            float(best.max(initial=0.0)),
+            float(self._kept.sum(axis=0).min()),
+            float(self._made.sum(axis=0).min()),
+        )
+        found: F32 = np.clip(np.array(row), -5, 5).astype(np.float32)
         return found
 
     def _neighbours(self, group: int) -> tuple[I64, I64]:

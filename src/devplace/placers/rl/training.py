@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +19,28 @@ from devplace.errors import InputError
 from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.curves import Curves
-from devplace.placers.rl.environment import Environment, Outcome
+from devplace.placers.rl.environment import Outcome
 from devplace.placers.rl.options import TrainingOptions
 from devplace.problem import Problem
 
 CHECKPOINT = "checkpoint.pt"
+
+
+class Scored(Protocol):
+    """What a run needs of that which scores its placements, such as an `Environment`."""
+
+    evaluate: Evaluator
+    problem: Problem
+
+    @property
+    def best_key(self) -> tuple[int, int] | None:
+        """Overflow and step time of the best so far."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From `state_dict`."""
 
 
 class Training:
@@ -44,7 +61,7 @@ class Training:
         options: The placer's training options.
     """
 
-    def __init__(self, placer: Any, environment: Environment, rng: np.random.Generator) -> None:
+    def __init__(self, placer: Any, environment: Scored, rng: np.random.Generator) -> None:
         self.options: TrainingOptions = placer.training
         self.environment = environment
         self.evaluate: Evaluator = environment.evaluate
