@@ -27,7 +27,7 @@ def generalisation(data: dict[str, Any], made: str) -> str:
         "",
         f"Weights: commit {weights['provenance']['commit']}, seed {weights['seed']}, "
         f"{weights['updates']} updates, {weights['problems']} problems, {weights['seconds']} s on "
-        f"one core shared with others.",
+        f"one core shared with others.{_validation(weights['validation_score'])}",
         "",
         " ".join([made, data.get("note", "")]).strip(),
         "",
@@ -48,3 +48,13 @@ def generalisation(data: dict[str, Any], made: str) -> str:
     bounds = [found[("single", 100, *p)][0]["lower_bound_ns"] / 1e6 for p in problems]
     lines.append("| lower bound | | " + " | ".join(f"{b:.4g}" for b in bounds) + " | |")
     return "\n".join([*lines, ""])
+
+
+def _validation(scores: Any) -> str:
+    """What each stage of training brought on the problems of the validation."""
+    if not isinstance(scores, dict):
+        return ""
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
+    return (
+        f" Zero-shot on the validation problems, mean of log(step / best single device): {parts}."
+    )

@@ -6,6 +6,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -113,12 +114,15 @@ def test_zero_shot_is_the_same_every_time(graph: Any, machine: str) -> None:
 
 
 def test_zero_shot_uses_devices_it_was_not_trained_with(graph: Any) -> None:
-    """On eight devices, where training had five at most, more than one does work, and the step is
-    shorter than on the best single device."""
-    problem = on(graph, "k40x8", 50)
-    found = place(problem, Learned(), "1ev")
-    assert len(set(found.placement.devices.tolist())) > 1
-    assert found.step_ns < place(problem, placers.Single(), "20ev").step_ns
+    """On eight devices, where training had six GPUs at most, more than one does work, and steps are
+    shorter than on the best single device, in the mean over three machines."""
+    parts = []
+    for machine in ("k40x8", "v100x8", "h100x8"):
+        problem = on(graph, machine, 50)
+        found = place(problem, Learned(), "1ev")
+        assert len(set(found.placement.devices.tolist())) > 1
+        parts.append(found.step_ns / place(problem, placers.Single(), "20ev").step_ns)
+    assert geometric_mean(parts) < 0.9
 
 
 def test_pins_and_excluded_devices_hold(graph: Any) -> None:

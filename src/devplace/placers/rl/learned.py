@@ -1,17 +1,21 @@
 """devplace's own learned placer: one policy for all graphs and machines, trained beforehand.
 
 What the published systems lack is what it has: ops and devices are told by what they cost (times,
-memory, links) and not by the names of their types; the number of groups follows from the graph
-(`parting.worth_parting`); and the policy scores (group, device) pairs, so that it works on graphs
-and numbers of devices it was not trained on.
+memory, links) and not by the names of their types; the number of groups is part of the policy; and
+the policy scores (group, device) pairs, so that it works on graphs and numbers of devices that it
+was not trained on.
 
-1. Groups get embeddings by messages along the edges (`pair_policy`).
-2. In the order of the graph, each group takes a device. What the policy sees of a pair (`scene`):
+1. From a summary of graph and machine (size, transfers beside computing, parallelism, memory), a
+   head chooses how many groups there are: one of five multiples, a quarter to four times, of what a
+   rule gives (`parting.worth_parting`). Untrained, the rule's own is the likeliest.
+2. Groups get embeddings by messages along the edges (`pair_policy`).
+3. In the order of the graph, each group takes a device. What the policy sees of a pair (`scene`):
    how long the group would queue there, transfers to what is placed, memory left, speed, load.
-3. The first evaluation is of the likeliest placement: with a budget of `1ev` that is the answer,
-   always the same (*zero-shot*).
-4. The rest of the budget is spent on fine-tuning: samples, PPO on the network and on a number per
-   pair of its own, which only this problem has. The best placement seen is returned.
+4. The first evaluation is of the likeliest placement: with a budget of `1ev` that is the answer,
+   always the same (*zero-shot*). The next ones are of the likeliest with each of the other counts.
+5. The rest of the budget is spent on fine-tuning: samples, each with its own number of groups; PPO
+   on the network with its head and on numbers that only this problem has, one per count and one per
+   colocation group and device. The best placement seen is returned.
 
 The weights that ship were trained by `experiments/train_learned.py` on some model families and many
 machines; `weights.read` tells which. With `weights=None` there is no training before: the policy is
@@ -60,14 +64,14 @@ from devplace.problem import Placement, Problem
 
 @dataclass(frozen=True)
 class Learned:
-    """A policy over (group, device) pairs, trained beforehand, fine-tuned within the budget.
+    """A policy over counts of groups and (group, device) pairs, trained, then fine-tuned.
 
     Attributes:
         weights: File of weights (`experiments/train_learned.py` writes them); None: untrained.
         samples: Placements per update.
         steps: Gradient steps per update.
         learning_rate: Of the network (Adam).
-        own_rate: Of the numbers per pair.
+        own_rate: Of the numbers of the problem.
         clip: Of PPO's ratio.
         hidden: Size of embeddings of an untrained network.
         training: Curves, checkpoints, early stop.
