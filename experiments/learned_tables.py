@@ -26,8 +26,8 @@ def generalisation(data: dict[str, Any], made: str) -> str:
         "plans that exceed a memory limit.",
         "",
         f"Weights: commit {weights['provenance']['commit']}, seed {weights['seed']}, "
-        f"{weights['updates']} updates, {weights['problems']} problems, {weights['seconds']} s on "
-        f"one core shared with others.{_validation(weights['validation_score'])}",
+        f"{weights['updates']} updates, {weights['problems']} problems, {weights['seconds']} s of "
+        f"evolution on one core shared with others.{_validation(weights['validation_score'])}",
         "",
         " ".join([made, data.get("note", "")]).strip(),
         "",

@@ -296,7 +296,6 @@ def train(
         run.save(options.log_dir / "checkpoint.pt")
     if run.update >= run.updates:
         finish(run, options, samples, held_out, untrained)
-        run.seconds = time.monotonic() - begun
 
 
 def finish(

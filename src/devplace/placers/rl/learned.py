@@ -17,15 +17,17 @@ was not trained on.
    on the network with its head and on numbers that only this problem has, one per count and one per
    colocation group and device. The best placement seen is returned.
 
-The weights that ship were trained by `experiments/train_learned.py` on some model families and many
-machines; `weights.read` tells which. With `weights=None` there is no training before: the policy is
-that of a list scheduler to begin with.
+The weights that ship were trained by `experiments/train_learned.py` on small graphs of some model
+families and many machines: evolution of the weights on simulated steps, beginning with the rule of
+a list scheduler, then the head; `weights.read` tells which and when. With `weights=None` there is
+no training before: the policy is that rule to begin with.
 
-What it gives on full-size models of families that were not in training (one seed,
-docs/results/generalisation.md): zero-shot steps of about half the best single device's, some over a
-memory limit, before HEFT and behind `search`; with 100 samples better than Post with 100, a little
-behind Post with 2,400. Training itself gained little: the untrained rule is better zero-shot (0.49
-against 0.52 of the best single device), after 100 samples the two are equal (0.45, 0.44).
+What it gives (docs/results/generalisation.md): on problems of the validation family, zero-shot
+steps are 9 % shorter than those of the untrained rule. On full-size models of families that were in
+neither, the gain is small and not everywhere (0.478 of the best single device against 0.490:
+shorter on Inception, longer on GPT-2); one of nine plans is over a memory limit. That is before
+HEFT and behind `search`. With 100 samples (0.444 trained, 0.445 untrained) it is better than Post
+with 100, a little behind Post with 2,400.
 
 To let `search` go on from its answer:
 
@@ -34,7 +36,8 @@ To let `search` go on from its answer:
 
 Sources: features of pairs as in DOPPLER (Yao et al. 2025, arXiv 2505.23131); messages along edges
 as in Placeto (Addanki et al. 2019, arXiv 1906.08879); PPO of Schulman et al. (2017), arXiv
-1707.06347. Their combination, the queue over bins of time and the grouping are devplace's own.
+1707.06347. Their combination, the queue over bins of time, the grouping and the choice of its
+count are devplace's own.
 """
 
 from __future__ import annotations
