@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,11 @@ LIST_S_PER_PAIR = 25e-6
 LIST_PART = 0.3
 # Placements (times orders) times tasks up to which all are tried: about a second.
 MOST_TRIED = 1_000_000
+
+
+STALE = 2
+HOTPART = 0.2
+HOTS = [2.0, 6.0, 20.0]
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ class Search:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Search until the budget is spent."""
-        starts = self._trivial(problem, evaluate, rng)
+        ordered: list[tuple[tuple[int, int], Placement]] = []
+        starts = self._trivial(problem, evaluate, rng, ordered)
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
@@ -111,6 +117,9 @@ class Search:
         levels = self._levels(problem)
         self._explore(incumbent, starts, levels, devices, rng)
         best = incumbent.best
+        for key, placement in ordered:
+            if key < best.key and key == min(key for key, _ in ordered):
+                return placement
         placement = Placement(op_devices(problem, best.groups))
         if best.priority is None:
             return placement
@@ -155,8 +164,9 @@ class Search:
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
             found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
         evaluate.runners_up.heading = "fine"
+        stale = 0
         while not evaluate.exhausted:
-            before = evaluate.num_evaluations
+            before, known = evaluate.num_evaluations, incumbent.best
             spent = evaluate.fraction_spent
             if self.improves_order:
                 improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
@@ -164,9 +174,14 @@ class Search:
             heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
             critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
+            if stale >= STALE:
+                level, until = levels[-1], spent + max(HOTPART, 0.3 * (1 - spent))
+                heat = self.heat * float(rng.choice(HOTS))
+                critical = float(rng.choice([0.3, 1.0]))
             run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
+            stale = 0 if incumbent.best is not known else stale + 1
             if not limited or evaluate.num_evaluations == before:
                 break
 
@@ -178,15 +193,23 @@ class Search:
         return max(1, min(self.width, evaluate.budget.evaluations // LEAST_PER_CHAIN))
 
     def _trivial(
-        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+        self,
+        problem: Problem,
+        evaluate: Evaluator,
+        rng: np.random.Generator,
+        ordered: list[tuple[tuple[int, int], Placement]],
     ) -> list[Best]:
-        """All trivial plans, best first."""
+        """All trivial plans by their priorities, best first; those with an order of their own are
+        added to `ordered`, with their keys."""
         found: list[Best] = []
         first = _first_task_of_group(problem)
 
         def keep(placement: Placement, heading: str = "") -> None:
             evaluate.runners_up.heading = heading
             score = evaluate(placement)
+            if placement.order is not None:  # chains know priorities only
+                ordered.append((score.key, placement))
+                score = evaluate(replace(placement, order=None))
             groups = problem.task_devices(placement)[first]
             priority = placement.priority
             if priority is not None:
