@@ -170,13 +170,10 @@ class Simulator {
  public:
   explicit Simulator(const Core& core) : core_(core), ready_(core.num_devices) {}
 
-  // With `track_memory` false the peaks are left at zero. With `in_order` the tasks of a device with
-  // one stream start by falling priority, each waiting for its turn; where tasks then wait for each
-  // other the makespan is the largest integer.
+  // With `track_memory` false the peaks are left at zero.
   template <bool track_memory, bool trace>
-  void run(const i32* device, const i64* priority, Outcome& out, bool in_order = false) {
+  void run(const i32* device, const i64* priority, Outcome& out) {
     prepare<track_memory, trace>(device, priority, out);
-    line_up(in_order);
     for (;;) {
       for (i32 d = 0; d < core_.num_devices; ++d) start_ready<track_memory, trace>(d, out);
       if constexpr (track_memory) look_at_memory<trace>(out);
@@ -193,8 +190,6 @@ class Simulator {
       }
     }
     if constexpr (track_memory) add_kept<trace>(out);
-    for (i32 d = 0; in_order && d < core_.num_devices; ++d)
-      if (next_[d] < turns_[d].size()) out.makespan = never;
   }
 
  private:
@@ -243,16 +238,6 @@ class Simulator {
     start_sources<track_memory, trace>(out);
     for (i32 v = 0; v < N; ++v)
       if (!core_.is_source[v] && core_.in_ptr[v + 1] == core_.in_ptr[v]) make_ready(v);
-  }
-
-  void line_up(bool in_order) {
-    turns_.resize(core_.num_devices);
-    for (auto& row : turns_) row.clear();
-    next_.assign(core_.num_devices, 0);
-    if (!in_order) return;
-    for (i32 v = 0; v < core_.num_tasks; ++v)
-      if (!core_.is_source[v] && core_.streams[device_[v]] == 1) turns_[device_[v]].push_back({priority_[v], v});
-    for (auto& row : turns_) std::sort(row.begin(), row.end(), ReadyFirst{});
   }
 
   void place_consts() {
@@ -307,10 +292,6 @@ class Simulator {
   void start_ready(i32 d, Outcome& out) {
     while (running_count_[d] < core_.streams[d] && !ready_[d].empty()) {
       const i32 v = ready_[d].top().task;
-      if (!turns_[d].empty()) {
-        if (turns_[d][next_[d]].task != v) return;
-        ++next_[d];
-      }
       ready_[d].pop();
       const i64 end = now_ + core_.duration(v, d) + debt_[d];
       debt_[d] = 0;
@@ -491,8 +472,6 @@ class Simulator {
   Heap<Arrival, ArrivalFirst> arrivals_;
   Heap<Running, RunningFirst> running_;
   std::vector<ReadyTask> finished_;
-  std::vector<std::vector<ReadyTask>> turns_;  // of each device, empty where any ready task may start
-  std::vector<std::size_t> next_;
   std::vector<i64> channel_free_, lane_free_, slot_finish_, debt_, memory_, kept_, shown_;
   std::vector<i64> pool_used_;
   std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;

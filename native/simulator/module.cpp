@@ -60,13 +60,13 @@ class Kernel {
     return vector_to_numpy(length);
   }
 
-  nb::tuple trace(In<i32> device, In<i64> priority, bool in_order) const {
+  nb::tuple trace(In<i32> device, In<i64> priority) const {
     check_devices(device, 1);
     check_priorities(priority, 1);
     Outcome out;
     {
       nb::gil_scoped_release release;
-      Simulator(core_).run<true, true>(device.data(), priority.data(), out, in_order);
+      Simulator(core_).run<true, true>(device.data(), priority.data(), out);
     }
     static_assert(sizeof(Transfer) == 6 * sizeof(i64) && sizeof(MemoryStep) == 3 * sizeof(i64));
     return nb::make_tuple(
@@ -78,9 +78,8 @@ class Kernel {
   }
 
   // Makespan and peaks of each row of `devices`; `priorities` has one row for all, one row each,
-  // or none: then each placement gets its critical-path priority. In order: see `Simulator::run`.
-  nb::tuple evaluate(In<i32> devices, In<i64> priorities, bool track_memory, int threads,
-                     bool in_order) const {
+  // or none: then each placement gets its critical-path priority.
+  nb::tuple evaluate(In<i32> devices, In<i64> priorities, bool track_memory, int threads) const {
     const std::size_t rows = devices.ndim() == 2 ? devices.shape(0) : 1;
     check_devices(devices, rows);
     const std::size_t tasks = core_.num_tasks;
@@ -102,8 +101,8 @@ class Kernel {
             priority = priorities.data() + (priority_rows > 1 ? i * core_.num_tasks : 0);
           else
             critical_path(core_, device, own.data());
-          if (track_memory) simulator.run<true, false>(device, priority, out, in_order);
-          else simulator.run<false, false>(device, priority, out, in_order);
+          if (track_memory) simulator.run<true, false>(device, priority, out);
+          else simulator.run<false, false>(device, priority, out);
           makespan[i] = out.makespan;
           moved[i] = out.transfer_bytes;
           std::copy(out.peak.begin(), out.peak.end(), peak.begin() + i * D);
@@ -263,10 +262,9 @@ NB_MODULE(_native, m) {
   nb::class_<Kernel>(m, "Kernel")
       .def(nb::init<nb::object, nb::object>(), nb::arg("tasks"), nb::arg("wires"))
       .def("priority", &Kernel::priority, nb::arg("device"))
-      .def("trace", &Kernel::trace, nb::arg("device"), nb::arg("priority"),
-           nb::arg("in_order"))
+      .def("trace", &Kernel::trace, nb::arg("device"), nb::arg("priority"))
       .def("evaluate", &Kernel::evaluate, nb::arg("devices"), nb::arg("priorities"),
-           nb::arg("track_memory"), nb::arg("threads"), nb::arg("in_order"))
+           nb::arg("track_memory"), nb::arg("threads"))
       .def("moves", &Kernel::moves, nb::arg("device"), nb::arg("move_ptr"), nb::arg("move_task"),
            nb::arg("move_device"), nb::arg("cutoff"))
       .def("anneal", &Kernel::anneal, nb::arg("space"), nb::arg("settings"), nb::arg("starts"),

@@ -260,6 +260,7 @@ class Evaluator:
             "seconds": self.seconds,
             "history": list(self.history),
             "best": None if self._best is None else as_state(self._best),
+            "order": None if self._ordered is None else _order_as_state(self._ordered),
             "runners_up": self.runners_up.state_dict(),
         }
 
@@ -269,6 +270,12 @@ class Evaluator:
         self._started = time.monotonic() - state["seconds"]
         self.history = [(int(n), float(s), int(step)) for n, s, step in state["history"]]
         self._best = None if state["best"] is None else from_state(state["best"])
+        self._ordered = None
+        if self._best is not None and state.get("order") is not None:
+            priority, rows = state["order"]
+            of_op = None if priority is None else np.array(priority, np.int64)
+            order = tuple(tuple(row) for row in rows)
+            self._ordered = Placement(self.problem.expand(self._best[1]), of_op, order)
         self.runners_up.load_state_dict(state["runners_up"])
 
     def _run(
@@ -311,6 +318,12 @@ class Evaluator:
         self._best = (int(step[row]), devices[row].copy(), kept)
         self._ordered = None
         self.history.append((self.num_evaluations, self.seconds, self._best[0]))
+
+
+def _order_as_state(placement: Placement) -> list[Any]:
+    assert placement.order is not None
+    priority = None if placement.priority is None else placement.priority.tolist()
+    return [priority, [list(row) for row in placement.order]]
 
 
 def _usable_cores() -> int:

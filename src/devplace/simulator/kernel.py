@@ -43,17 +43,12 @@ class SimulatorKernel(Protocol):
         """Critical-path priority of each task. `[N]`"""
         ...
 
-    def trace(self, device: I32, priority: I64, in_order: bool = False) -> CoreTimeline:
-        """Simulate one placement in full; see `simulate_core`."""
+    def trace(self, device: I32, priority: I64) -> CoreTimeline:
+        """Simulate one placement in full."""
         ...
 
     def evaluate(
-        self,
-        devices: I32,
-        priorities: I64 | None,
-        track_memory: bool = True,
-        threads: int = 1,
-        in_order: bool = False,
+        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
     ) -> Scores:
         """Simulate many placements. devices `[B, N]`; priorities `[B, N]`, `[N]` or None."""
         ...
@@ -92,17 +87,12 @@ class ReferenceKernel:
         """See `SimulatorKernel`."""
         return critical_path_priority(self._core, device)
 
-    def trace(self, device: I32, priority: I64, in_order: bool = False) -> CoreTimeline:
+    def trace(self, device: I32, priority: I64) -> CoreTimeline:
         """See `SimulatorKernel`."""
-        return simulate_core(self._core, device, priority, in_order)
+        return simulate_core(self._core, device, priority)
 
     def evaluate(
-        self,
-        devices: I32,
-        priorities: I64 | None,
-        track_memory: bool = True,
-        threads: int = 1,
-        in_order: bool = False,
+        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
     ) -> Scores:
         """See `SimulatorKernel`; `track_memory` and `threads` change nothing here."""
         rows = np.atleast_2d(devices)
@@ -112,7 +102,7 @@ class ReferenceKernel:
                 priority = self.priority(device)
             else:
                 priority = priorities[index] if priorities.ndim == 2 else priorities
-            results.append(self.trace(device, priority, in_order))
+            results.append(self.trace(device, priority))
         carrier_bytes = self._core.tasks.carrier_bytes
         return Scores(
             np.array([r.makespan_ns for r in results], np.int64),
@@ -133,29 +123,22 @@ class NativeKernel:
         """See `SimulatorKernel`."""
         return cast(I64, self._kernel.priority(np.ascontiguousarray(device, np.int32)))
 
-    def trace(self, device: I32, priority: I64, in_order: bool = False) -> CoreTimeline:
+    def trace(self, device: I32, priority: I64) -> CoreTimeline:
         """See `SimulatorKernel`."""
         return CoreTimeline(
             *self._kernel.trace(
-                np.ascontiguousarray(device, np.int32),
-                np.ascontiguousarray(priority, np.int64),
-                in_order,
+                np.ascontiguousarray(device, np.int32), np.ascontiguousarray(priority, np.int64)
             )
         )
 
     def evaluate(
-        self,
-        devices: I32,
-        priorities: I64 | None,
-        track_memory: bool = True,
-        threads: int = 1,
-        in_order: bool = False,
+        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
     ) -> Scores:
         """See `SimulatorKernel`."""
         rows = np.ascontiguousarray(np.atleast_2d(devices), np.int32)
         given = np.zeros(0, np.int64) if priorities is None else priorities
         makespan, peak, pool_peak, moved = self._kernel.evaluate(
-            rows, np.ascontiguousarray(given, np.int64), track_memory, threads, in_order
+            rows, np.ascontiguousarray(given, np.int64), track_memory, threads
         )
         count, (num_devices, num_pools) = len(rows), self._shape
         return Scores(

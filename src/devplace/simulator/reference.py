@@ -61,8 +61,6 @@ class CoreTimeline:
     transfers: I64
     memory: I64
 
-_NEVER = int(np.iinfo(np.int64).max)
-
 
 @dataclass
 class _State:
@@ -88,18 +86,13 @@ class _State:
     transfers: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
 
 
-def simulate_core(
-    core: Core, device: NDArray[np.int32], priority: I64, in_order: bool = False
-) -> CoreTimeline:
+def simulate_core(core: Core, device: NDArray[np.int32], priority: I64) -> CoreTimeline:
     """Run one step in simulated time.
 
     Args:
         core: Tasks and wires.
         device: Device of each task. int32 `[N]`
         priority: Larger starts first among ready tasks. int64 `[N]`
-        in_order: Whether the tasks of a device with one stream start by falling priority, each
-            waiting for its turn. Where tasks then wait for each other the makespan is the largest
-            integer.
 
     Complexity: O((N + E) log N) with a large constant: about 5 us per task and edge.
     """
@@ -119,15 +112,10 @@ def simulate_core(
         if not core.tasks.is_source[task] and not _num_inputs(core, task):
             _make_ready(state, task)
     started = 0
-    turns = _turns(state, order) if in_order else {}
     while True:
         for d in range(core.num_devices):
             while state.running[d] < core.wires.streams[d] and state.ready[d]:
-                if d in turns and state.ready[d][0][1] != turns[d][-1]:
-                    break
                 task = heapq.heappop(state.ready[d])[1]
-                if d in turns:
-                    turns[d].pop()
                 start[task] = state.now
                 finish[task] = state.now + int(core.wires.duration_ns[task, d]) + state.debt[d]
                 busy[d] += finish[task] - start[task]
@@ -153,7 +141,7 @@ def simulate_core(
         start_ns=start,
         finish_ns=finish,
         sequence=sequence,
-        makespan_ns=_NEVER if any(turns.values()) else int(finish.max(initial=0)),
+        makespan_ns=int(finish.max(initial=0)),
         peak_bytes=peak,
         pool_peak_bytes=pool_peak,
         busy_ns=busy,
@@ -196,16 +184,6 @@ def _start(core: Core, device: NDArray[np.int32], priority: I64) -> _State:
         for d in {state.device[user] for user in users}:
             state.memory[d] += int(size)
     return state
-
-
-def _turns(state: _State, order: list[int]) -> dict[int, list[int]]:
-    """Tasks of each device with one stream, last first."""
-    streams = state.core.wires.streams
-    turns: dict[int, list[int]] = {d: [] for d in range(len(streams)) if streams[d] == 1}
-    for task in reversed(order):
-        if state.device[task] in turns and not state.core.tasks.is_source[task]:
-            turns[state.device[task]].append(task)
-    return turns
 
 
 def _num_inputs(core: Core, task: int) -> int:

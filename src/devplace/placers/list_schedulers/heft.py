@@ -77,10 +77,11 @@ class Heft:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Build the schedules. O(N D (degree + idle intervals)) each."""
-        schedules = [self._build(problem, contention) for contention in self.contention]
+        schedules = [self.build(problem, contention) for contention in self.contention]
         return best_of(schedules, evaluate)
 
-    def _build(self, problem: Problem, contention: bool) -> ListSchedule:
+    def build(self, problem: Problem, contention: bool) -> ListSchedule:
+        """One schedule, whose transfers wait for their channels or not."""
         devices = list(problem.usable_devices)
         schedule = ListSchedule(problem, contention)
         rank = upward_rank(problem, devices)

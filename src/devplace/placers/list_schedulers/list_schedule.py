@@ -189,8 +189,11 @@ class ListSchedule:
         return Placement(listed.devices, listed.priority, tuple(tuple(row) for row in rows))
 
     def _sorted_runs(self) -> list[int]:
-        """Tasks by start. Of those that start together the shorter comes first, then the one decided
-        first: so each comes behind what it reads, also where tasks take no time."""
+        """Tasks by start.
+
+        Of those that start together the shorter comes first, then the one decided first: so each
+        comes behind what it reads, also where tasks take no time.
+        """
         order = sorted(range(len(self._runs)), key=lambda k: (*self._runs[k][:2], k))
         return [self._runs[k][2] for k in order]
 

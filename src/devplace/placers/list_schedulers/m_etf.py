@@ -23,9 +23,10 @@ class MEtf:
 
     Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC, and
     its released code. Differs from it in that memory is a ledger in schedule order, that received
-    copies are counted in it, that a parameter goes to the first device that reads it, and that an
-    op for which no accelerator has room goes to the device with the most free memory instead of
-    ending the attempt, and that its order is not the only one simulated (`best_of`). `etf` is the same without co-placement and with ties by upward rank.
+    copies are counted in it, that a parameter goes to the first device that reads it, that an op
+    for which no accelerator has room goes to the device with the most free memory instead of ending
+    the attempt, and that its order is not the only one simulated (`best_of`). `etf` is the same
+    without co-placement and with ties by upward rank.
 
     Attributes:
         coplace: Keep ops together as `coplaced` tells.

@@ -32,10 +32,13 @@ from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
+from devplace.simulator.in_order import waiting_ops
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
+Ordered = tuple[tuple[int, int], Placement]
+"""Bytes over the limits and step time in its own order; a placement with an order."""
 
 # Moves of a native chain without improvement after which it ends.
 PATIENCE = 20_000
@@ -49,10 +52,10 @@ LIST_PART = 0.3
 # Placements (times orders) times tasks up to which all are tried: about a second.
 MOST_TRIED = 1_000_000
 
-
-STALE = 2
-HOTPART = 0.2
-HOTS = [2.0, 6.0, 20.0]
+# After a round that brought nothing the next is hot: so many times the heat, for this part of the
+# budget.
+HOT = (2.0, 4.0, 8.0)
+HOT_PART = 0.2
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ class Search:
 
     Classes are module path x main path or weight-gradient side path (`graph.coarsen`); nothing is
     known of particular models. All trivial plans (each single device, CPU, even and greedy splits,
-    list schedulers) are tried first, so the result is never worse than any of them.
+    list schedulers) are tried first, so the result is never worse than any of them. Chains know
+    priorities alone: a start with an order of its own (`Placement.order`) goes into them by its
+    priorities, and is returned as it was where nothing shorter is found.
 
     Attributes:
         width: Chains of annealing; under a budget of time as many as there are threads, up to 16.
@@ -98,15 +103,21 @@ class Search:
 
     def supports(self, problem: Problem) -> str:
         """Whenever the placement to start from, if there is one, keeps the problem's demands."""
-        broken = problem.violations(self.start) if self.start is not None else []
-        return f"the start breaks a demand: {broken[0]}" if broken else ""
+        if self.start is None:
+            return ""
+        broken = problem.violations(self.start)
+        if broken:
+            return f"the start breaks a demand: {broken[0]}"
+        order = self.start.order
+        if order is not None and waiting_ops(problem, order) is not None:
+            return "the order of the start can never finish: two ops wait for each other"
+        return ""
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Search until the budget is spent."""
-        ordered: list[tuple[tuple[int, int], Placement]] = []
-        starts = self._trivial(problem, evaluate, rng, ordered)
+        starts, ordered = self._trivial(problem, evaluate, rng)
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
@@ -117,9 +128,8 @@ class Search:
         levels = self._levels(problem)
         self._explore(incumbent, starts, levels, devices, rng)
         best = incumbent.best
-        for key, placement in ordered:
-            if key < best.key and key == min(key for key, _ in ordered):
-                return placement
+        if ordered is not None and ordered[0] < best.key:
+            return ordered[1]
         placement = Placement(op_devices(problem, best.groups))
         if best.priority is None:
             return placement
@@ -164,7 +174,7 @@ class Search:
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
             found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
         evaluate.runners_up.heading = "fine"
-        stale = 0
+        is_stale = False
         while not evaluate.exhausted:
             before, known = evaluate.num_evaluations, incumbent.best
             spent = evaluate.fraction_spent
@@ -174,14 +184,14 @@ class Search:
             heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
             critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
-            if stale >= STALE:
-                level, until = levels[-1], spent + max(HOTPART, 0.3 * (1 - spent))
-                heat = self.heat * float(rng.choice(HOTS))
+            if is_stale:
+                level, until = levels[-1], spent + max(HOT_PART, 0.3 * (1 - spent))
+                heat = self.heat * float(rng.choice(HOT))
                 critical = float(rng.choice([0.3, 1.0]))
             run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
-            stale = 0 if incumbent.best is not known else stale + 1
+            is_stale = incumbent.best is known
             if not limited or evaluate.num_evaluations == before:
                 break
 
@@ -193,15 +203,12 @@ class Search:
         return max(1, min(self.width, evaluate.budget.evaluations // LEAST_PER_CHAIN))
 
     def _trivial(
-        self,
-        problem: Problem,
-        evaluate: Evaluator,
-        rng: np.random.Generator,
-        ordered: list[tuple[tuple[int, int], Placement]],
-    ) -> list[Best]:
-        """All trivial plans by their priorities, best first; those with an order of their own are
-        added to `ordered`, with their keys."""
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> tuple[list[Best], Ordered | None]:
+        """All trivial plans by their priorities, best first; and the best with an order of its
+        own."""
         found: list[Best] = []
+        ordered: list[Ordered] = []
         first = _first_task_of_group(problem)
 
         def keep(placement: Placement, heading: str = "") -> None:
@@ -221,7 +228,7 @@ class Search:
         for device in problem.usable_devices:
             keep(all_on(problem, device), "single")
         if not self.heuristics:
-            return sorted(found, key=lambda best: best.key)
+            return sorted(found, key=lambda best: best.key), min(ordered, key=_key, default=None)
         chain, devices = module_chain(problem), accelerators(problem)
         weight = mean_duration_ns(problem)
         for count in range(2, len(devices) + 1):
@@ -234,7 +241,7 @@ class Search:
         for placer in (*quick, *slow):
             if not evaluate.exhausted and not placer.supports(problem):
                 keep(placer(problem, evaluate, rng), placer.name)
-        return sorted(found, key=lambda best: best.key)
+        return sorted(found, key=lambda best: best.key), min(ordered, key=_key, default=None)
 
     def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> None:
         """Try every placement of a small problem, and of a tiny one with many orders."""
@@ -284,6 +291,8 @@ class Search:
         if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
             per_group = np.zeros(len(graph.ops), np.int32)
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
+            if problem.core.tasks.num_groups <= self.coarse:  # no coarser ones are needed
+                levels.clear()
             levels.append(make_classes(problem, per_group, time))
         return levels[: self.levels]
 
@@ -294,6 +303,10 @@ def _can_list(problem: Problem, budget: Budget) -> bool:
         return True
     pairs = problem.core.tasks.num_tasks * len(problem.machine.devices)
     return pairs * LIST_S_PER_PAIR <= LIST_PART * budget.seconds
+
+
+def _key(ordered: Ordered) -> tuple[int, int]:
+    return ordered[0]
 
 
 def _blocks(problem: Problem, count: int) -> Classes:
