@@ -47,7 +47,7 @@ LEAST_PER_CHAIN = 1000
 HEAT_OF_CLASSES = 0.4
 # What HEFT and ETF together take per task and device (a core of a server CPU), s, and the part of
 # the time that they may take.
-LIST_S_PER_PAIR = 25e-6
+LIST_S_PER_PAIR = 37e-6
 LIST_PART = 0.3
 # Placements (times orders) times tasks up to which all are tried: about a second.
 MOST_TRIED = 1_000_000
