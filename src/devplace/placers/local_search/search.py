@@ -56,6 +56,8 @@ MOST_TRIED = 1_000_000
 # budget.
 HOT = (2.0, 4.0, 8.0)
 HOT_PART = 0.2
+# Moves per group and chain from which on a small graph needs no coarser classes.
+MOVES_PER_GROUP = 100
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Search:
         fast = accelerators(problem)
         everything = list(problem.usable_devices)
         devices = fast if starts[0].overflow_bytes == 0 else everything
-        levels = self._levels(problem)
+        levels = self._levels(problem, evaluate.budget)
         self._explore(incumbent, starts, levels, devices, rng)
         best = incumbent.best
         if ordered is not None and ordered[0] < best.key:
@@ -265,7 +267,13 @@ class Search:
             if evaluate.exhausted:
                 return
 
-    def _levels(self, problem: Problem) -> list[Classes]:
+    def _needs_no_coarse(self, num_groups: int, budget: Budget) -> bool:
+        """Whether chains can begin with single groups: few, with many moves for each."""
+        most = budget.evaluations
+        enough = most is None or most // self.width >= MOVES_PER_GROUP * num_groups
+        return num_groups <= self.coarse and enough
+
+    def _levels(self, problem: Problem, budget: Budget) -> list[Classes]:
         """Classes from coarse to fine; levels that add nothing are left out."""
         if not self.structural:
             sizes = [self.coarse * 4**k for k in range(self.levels)]
@@ -291,7 +299,7 @@ class Search:
         if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
             per_group = np.zeros(len(graph.ops), np.int32)
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
-            if problem.core.tasks.num_groups <= self.coarse:  # no coarser ones are needed
+            if self._needs_no_coarse(problem.core.tasks.num_groups, budget):
                 levels.clear()
             levels.append(make_classes(problem, per_group, time))
         return levels[: self.levels]
