@@ -50,7 +50,7 @@ def bytes_per_op_and_thread(num_ops: int, num_devices: int) -> float:
 
 def _bytes_of_chains(num_ops: int, num_devices: int, chains: int) -> int:
     problem = layered_problem(num_ops, num_devices)
-    level = Search()._levels(problem)[-1]
+    level = Search()._levels(problem, Budget())[-1]
     start = Best(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
     evaluate = Evaluator(problem, Budget(), threads=chains)
     explorer = Explorer(problem, evaluate, np.random.default_rng(0), chains)

@@ -9,7 +9,7 @@ from tests.strategies import problems, random_placement
 
 from devplace.placers import Budget, Evaluator
 from devplace.placers.simple.single import all_on
-from devplace.problem import Problem
+from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_placement, hand_problem
 
@@ -67,3 +67,28 @@ def test_memory_is_not_tracked_where_everything_fits_anyway() -> None:
     large = hand_problem(text, hand_machine({"gpu:0": 500, "gpu:1": 500}))
     found = [Evaluator(p, Budget(evaluations=1)).memory_cannot_bind for p in (small, large)]
     assert found == [False, True]
+
+
+def test_an_order_is_measured_as_priorities_are() -> None:
+    """A placement with an order is run by the measurement too; one that fails there does not fit,
+    and one that breaks a limit is not run."""
+    problem = hand_problem(
+        "a = f bytes=5 ns=9\nb = f bytes=5 ns=9", hand_machine({"gpu:0": 10, "gpu:1": 4})
+    )
+    ran: list[Placement] = []
+
+    def measure(placement: Placement) -> int | None:
+        ran.append(placement)
+        return 70 if placement.order == ((0, 1), ()) else None
+
+    evaluate = Evaluator(problem, Budget(evaluations=9), measure=measure)
+    devices = np.zeros(2, np.int32)
+    good = Placement(devices, order=((0, 1), ()))
+    assert evaluate(good).key == (0, 70)
+    assert evaluate(Placement(devices, order=((1, 0), ()))).key == (1, 18)
+    assert evaluate(Placement(devices + 1, order=((), (0, 1)))).overflow_bytes == 1  # 5 at once
+    assert len(ran) == 2
+    assert evaluate.best == good
+    again = Evaluator(problem, Budget(evaluations=9))
+    again.load_state_dict(evaluate.state_dict())
+    assert again.best == good

@@ -72,4 +72,5 @@ class MeasuredSteps:
 
 def _key(placement: Placement) -> bytes:
     assert placement.priority is not None
-    return placement.devices.tobytes() + placement.priority.tobytes()
+    order = repr(placement.order).encode()
+    return placement.devices.tobytes() + placement.priority.tobytes() + order

@@ -165,11 +165,17 @@ class Evaluator:
             (run.pool_peak_bytes, self._pool_limits),
         ):
             over += int(np.maximum(peaks - limits, 0).sum())
-        if over == 0 and (self._best is None or run.makespan_ns < self._best[0]):
-            self._best = (run.makespan_ns, timeline.task_devices, None)
+        step = run.makespan_ns
+        if self._measure is not None and over == 0:
+            (found,) = self._measured(self._measure, [placement])
+            step, over = (step, 1) if found is None else (found, 0)
+        if over == 0 and (self._best is None or step < self._best[0]):
+            self._best = (step, timeline.task_devices, None)
             self._ordered = placement
-            self.history.append((self.num_evaluations, self.seconds, run.makespan_ns))
-        return Score(run.makespan_ns, over)
+            self.history.append((self.num_evaluations, self.seconds, step))
+        if self._progress is not None:
+            self._progress(self.fraction_spent)
+        return Score(step, over)
 
     def batch(self, devices: I32, priorities: I64 | None = None) -> tuple[I64, I64]:
         """Simulate many placements of tasks; rows over the evaluation budget are not simulated.
@@ -254,6 +260,7 @@ class Evaluator:
             "seconds": self.seconds,
             "history": list(self.history),
             "best": None if self._best is None else as_state(self._best),
+            "order": None if self._ordered is None else _order_as_state(self._ordered),
             "runners_up": self.runners_up.state_dict(),
         }
 
@@ -263,6 +270,12 @@ class Evaluator:
         self._started = time.monotonic() - state["seconds"]
         self.history = [(int(n), float(s), int(step)) for n, s, step in state["history"]]
         self._best = None if state["best"] is None else from_state(state["best"])
+        self._ordered = None
+        if self._best is not None and state.get("order") is not None:
+            priority, rows = state["order"]
+            of_op = None if priority is None else np.array(priority, np.int64)
+            order = tuple(tuple(row) for row in rows)
+            self._ordered = Placement(self.problem.expand(self._best[1]), of_op, order)
         self.runners_up.load_state_dict(state["runners_up"])
 
     def _run(
@@ -274,13 +287,17 @@ class Evaluator:
         for row in rows:
             priority = priorities[row] if own and priorities is not None else priorities
             placements.append(self._placement((0, devices[row], priority)))
-        many = getattr(measure, "many", None)
-        times = many(placements) if many else [measure(each) for each in placements]
+        times = self._measured(measure, placements)
         for row, found in zip(rows, times, strict=True):
             if found is None:
                 overflow[row] = 1
             else:
                 step[row] = found
+
+    @staticmethod
+    def _measured(measure: Measure, placements: list[Placement]) -> list[int | None]:
+        many = getattr(measure, "many", None)
+        return many(placements) if many else [measure(each) for each in placements]
 
     def _placement(self, entry: tuple[int, I32, I64 | None]) -> Placement:
         _, device, priority = entry
@@ -301,6 +318,12 @@ class Evaluator:
         self._best = (int(step[row]), devices[row].copy(), kept)
         self._ordered = None
         self.history.append((self.num_evaluations, self.seconds, self._best[0]))
+
+
+def _order_as_state(placement: Placement) -> list[Any]:
+    assert placement.order is not None
+    priority = None if placement.priority is None else placement.priority.tolist()
+    return [priority, [list(row) for row in placement.order]]
 
 
 def _usable_cores() -> int:

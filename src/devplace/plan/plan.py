@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,8 @@ class Plan:
 
     def as_placement(self) -> Placement:
         """Placement and order as the simulator takes them."""
-        return Placement(np.array(self.placement, np.int32), np.array(self.priority, np.int64))
+        priority = np.array(self.priority, np.int64)
+        return Placement(np.array(self.placement, np.int32), priority, self.order)
 
     def check(self, problem: Problem) -> None:
         """Refuse a problem this plan was not made for.
@@ -115,11 +116,12 @@ class Plan:
         problem = problem or self.problem
         if problem is None:
             raise PlanError("A plan from a file needs a problem: capture the model and build one.")
-        timeline = simulate(problem, self.as_placement())
+        placement = self.as_placement()
+        timeline = simulate(problem, replace(placement, order=None))
         if timeline.order == self.order:
             return timeline
-        _check_order(self, problem)  # it was edited
-        return simulate_in_order(problem, self.as_placement(), self.order)
+        _check_order(self, problem)  # it was edited, or devices wait for their turns
+        return simulate_in_order(problem, placement, self.order)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced only by a whole new one."""

@@ -54,9 +54,9 @@ def verify_plan(problem: Problem, plan: Plan) -> StepVerdict:
 
 
 def verify_placement(problem: Problem, placement: Placement) -> StepVerdict:
-    """Replay a placement by its priorities."""
+    """Replay a placement by its priorities, or in its order if it has one."""
     priority = None if placement.priority is None else placement.priority.tolist()
-    return verify_step(problem, placement.devices.tolist(), priority)
+    return verify_step(problem, placement.devices.tolist(), priority, placement.order)
 
 
 def verify_step(

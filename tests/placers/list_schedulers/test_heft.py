@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from devplace.placers import Budget, Heft, place
+from devplace.placers import Budget, Heft, Search, place
 from devplace.placers.list_schedulers.heft import IdleTime
 from devplace.placers.list_schedulers.list_schedule import upward_rank
 from devplace.problem import Problem
-from devplace.testing import hand_machine, hand_problem
+from devplace.simulator import simulate
+from devplace.testing import brute_force_orders, hand_machine, hand_problem
 
 TWO = {"gpu:0": 100, "gpu:1": 100}
 GAP = """
@@ -98,3 +99,40 @@ def test_idle_time_agrees_with_a_plain_search() -> None:
             assert idle.earliest(ready, length) == start
             idle.take(start, length)
             taken.append((start, start + length))
+
+
+def waiting_problem() -> Problem:
+    """By rank a, b, d, c: b starts on gpu:1 when a has crossed, at 20, and d ends at 110. c, which
+    could begin at 0, does not fit before b, so it goes behind it and ends at 80."""
+    return hand_problem(
+        """
+        a = f bytes=0 ns=10 module=one
+        b = g(a) bytes=0 ns=10 module=two
+        c = f bytes=0 ns=50 module=two
+        d = g(b) bytes=0 ns=90 module=one
+        """,
+        hand_machine(TWO),
+        pins={"one": "gpu:0", "two": "gpu:1"},
+    )
+
+
+def test_a_device_waits_where_the_schedule_has_it_wait() -> None:
+    """Ready ops by any priorities begin c at 0 and end at 150; HEFT's own order ends at 110. The
+    plan keeps to it, and so do the search and what is made from the plan."""
+    problem = waiting_problem()
+    assert brute_force_orders(problem, waits=False).step_ns == 150
+    result = place(problem, Heft(), Budget(evaluations=6))
+    rows = [[problem.graph.ops[op].name for op in row] for row in result.placement.order or ()]
+    assert rows == [["a", "d"], ["b", "c"]]
+    assert result.step_ns == result.plan.timeline(problem).makespan_ns == 110
+    assert simulate(problem, result.plan.as_placement()).makespan_ns == 110
+    assert place(problem, Search(), Budget(evaluations=100)).step_ns == 110
+    warm = Search(heuristics=False, start=result.plan.as_placement())
+    assert place(problem, warm, Budget(evaluations=20)).step_ns == 110
+
+
+def test_a_small_budget_goes_to_critical_path_orders_first() -> None:
+    """With two evaluations both schedules are tried by critical path, which ends at 150 here."""
+    result = place(waiting_problem(), Heft(), Budget(evaluations=2))
+    assert (result.step_ns, result.evaluations) == (150, 2)
+    assert result.placement.order is None

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.strategies import random_graph, random_problem
 
 from devplace.cost import CostTable
-from devplace.errors import InfeasibleError
+from devplace.errors import InfeasibleError, ProblemError
 from devplace.graph import Op, OpGraph, StepResult, Tensor
-from devplace.placers import Budget, Search, Single, place
+from devplace.placers import Budget, Evaluator, Heft, Search, Single, place
 from devplace.placers.local_search.explore import Moves
 from devplace.placers.local_search.search import _can_list
-from devplace.problem import Problem
+from devplace.problem import Placement, Problem
 from devplace.simulator.bounds import lower_bound
 from devplace.testing import brute_force, hand_machine, hand_problem
 from devplace.testing.layered import layered_problem
@@ -155,3 +155,25 @@ def test_s61_a_time_limit_holds_on_a_random_graph() -> None:
     assert result.is_feasible
     assert result.gap >= 0
     assert place(problem, Search(), "12s", bound=bound).step_ns <= result.step_ns * 1.001
+
+
+def test_a_start_whose_order_cannot_finish_is_refused() -> None:
+    """An order in which an op waits for one behind it is no start."""
+    problem = hand_problem("a = f ns=5\nb = f(a) ns=5", hand_machine({"gpu:0": 9, "gpu:1": 9}))
+    start = Placement(np.zeros(2, np.int32), order=((1, 0), ()))
+    with pytest.raises(ProblemError, match="can never finish"):
+        place(problem, Search(start=start), "10ev")
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_ops=st.integers(2, 25))
+def test_the_result_is_never_worse_than_a_start_with_an_order(seed: int, num_ops: int) -> None:
+    """Also under a budget that leaves nothing for chains."""
+    problem = random_problem(seed, num_ops, 3)
+    built = [Heft().build(problem, contention).in_order() for contention in (False, True)]
+    for start in built:
+        key = Evaluator(problem, Budget(evaluations=1))(start).key
+        for budget in (1, 40):
+            evaluate = Evaluator(problem, Budget(evaluations=budget))
+            found = Search(start=start)(problem, evaluate, np.random.default_rng(seed))
+            assert Evaluator(problem, Budget(evaluations=1))(found).key <= key

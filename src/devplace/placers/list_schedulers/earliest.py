@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from devplace.placers.groups import I32, accelerators
 from devplace.placers.list_schedulers.list_schedule import ListSchedule
-from devplace.problem import Placement, Problem
+from devplace.problem import Problem
 
 Entry = tuple[float, int, int]
 """Minus the priority, start in ns, task."""
@@ -72,7 +72,7 @@ class EarliestFirst:
         self._missing = [0] * self.schedule.num_tasks
         self._offers = [0] * self.schedule.num_tasks
 
-    def build(self) -> Placement:
+    def build(self) -> ListSchedule:
         """Place every task."""
         schedule = self.schedule
         for task in range(schedule.num_tasks):
@@ -88,7 +88,7 @@ class EarliestFirst:
                     continue
                 device = self._roomiest(task)
             self.run(task, device)
-        return schedule.placement()
+        return schedule
 
     def offer(self, task: int) -> None:
         """Put a task that became ready into the queues."""
@@ -116,8 +116,8 @@ class EarliestFirst:
         schedule, free = self.schedule, self.queues.free
         self.done[task] = True
         start = max(free[device], schedule.ready_ns(task, device))
-        schedule.commit(task, device)
-        schedule.finish[task] = free[device] = start + schedule.duration[task][device]
+        schedule.run(task, device, start)
+        free[device] = schedule.finish[task]
         for reader in schedule.readers(task):
             self._missing[reader] -= 1
             if self._missing[reader] == 0:

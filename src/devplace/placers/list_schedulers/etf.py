@@ -9,7 +9,7 @@ import numpy as np
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import accelerators
 from devplace.placers.list_schedulers.earliest import EarliestFirst
-from devplace.placers.list_schedulers.list_schedule import upward_rank
+from devplace.placers.list_schedulers.list_schedule import best_of, upward_rank
 from devplace.problem import Placement, Problem
 
 
@@ -23,7 +23,8 @@ class Etf:
 
     Source: Hwang, Chow, Anger, Lee (1989), Scheduling precedence graphs in systems with
     interprocessor communication times, SIAM J. Computing 18(2). Differs from it in the memory rule,
-    which is that of `m-etf`, and in that transfers queue.
+    which is that of `m-etf`, in that transfers queue, and in that its order is not the only one
+    simulated (`best_of`).
     """
 
     name: str = "etf"
@@ -37,4 +38,4 @@ class Etf:
     ) -> Placement:
         """Build one schedule. O(N D log N)."""
         rank = upward_rank(problem, accelerators(problem)).tolist()
-        return EarliestFirst(problem, rank).build()
+        return best_of([EarliestFirst(problem, rank).build()], evaluate)

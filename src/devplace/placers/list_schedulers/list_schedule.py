@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import legal, op_devices
 from devplace.placers.list_schedulers.ledger import MemoryLedger
 from devplace.problem import Placement, Problem
@@ -39,6 +40,7 @@ class ListSchedule:
         self.group = joined.tolist()
         self.duration = wires.duration_ns.tolist()
         self.finish = [0] * self.num_tasks
+        self._runs: list[tuple[int, int, int]] = []  # start, finish, task; in order of decisions
         self.allowed = _allowed(problem, joined)
         self.group_device = [next(iter(a)) if len(a) == 1 else -1 for a in self.allowed]
         self._in_ptr, self._in = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
@@ -127,6 +129,12 @@ class ListSchedule:
             self._send(c, maker, device)
         self.ledger.schedule(task, device)
 
+    def run(self, task: int, device: int, start_ns: int) -> None:
+        """Place the task, and note when it runs."""
+        self.commit(task, device)
+        self.finish[task] = start_ns + self.duration[task][device]
+        self._runs.append((start_ns, self.finish[task], task))
+
     def _send(self, carrier: int, maker: int, device: int) -> None:
         home = self.group_device[self.group[maker]]
         if home == device or (carrier, device) in self._arrival:
@@ -159,6 +167,47 @@ class ListSchedule:
         for own, group in zip(self.problem.core.tasks.group, self.group, strict=True):
             wish[own] = self.group_device[group] if self.group_device[group] >= 0 else default
         return Placement(op_devices(self.problem, legal(self.problem, wish)))
+
+    def by_start(self) -> Placement:
+        """The finished placement; of ready tasks the one that the schedule starts first goes first.
+
+        Only of a schedule all of whose tasks have been `run`.
+        """
+        rank = np.zeros(self.num_tasks, np.int64)
+        runs = self._sorted_runs()
+        rank[runs] = np.arange(len(runs), 0, -1)
+        return Placement(self.placement().devices, self.problem.op_priority(rank))
+
+    def in_order(self) -> Placement:
+        """The same, and every device keeps to the schedule's order, idle where that has it wait."""
+        listed = self.by_start()
+        tasks = self.problem.core.tasks
+        device = self.problem.task_devices(listed).tolist()
+        rows: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for task in self._sorted_runs():
+            rows[device[task]].append(int(tasks.task_op[task]))
+        return Placement(listed.devices, listed.priority, tuple(tuple(row) for row in rows))
+
+    def _sorted_runs(self) -> list[int]:
+        """Tasks by start.
+
+        Of those that start together the shorter comes first, then the one decided first: so each
+        comes behind what it reads, also where tasks take no time.
+        """
+        order = sorted(range(len(self._runs)), key=lambda k: (*self._runs[k][:2], k))
+        return [self._runs[k][2] for k in order]
+
+
+def best_of(schedules: Sequence[ListSchedule], evaluate: Evaluator) -> Placement:
+    """The best in simulation of what finished schedules may mean.
+
+    Simulated are, as far as the budget goes, three placements of each: in critical-path order, by
+    its start times, and in its own order, where devices may wait. The first of equals is taken, so
+    the schedule's own order only where it is shorter than ready tasks make it by priorities.
+    """
+    kinds = (ListSchedule.placement, ListSchedule.by_start, ListSchedule.in_order)
+    tried = (kind(schedule) for kind in kinds for schedule in schedules)
+    return min(tried, key=lambda placement: evaluate(placement).key)
 
 
 def _allowed(problem: Problem, group: NDArray[np.int32]) -> list[set[int]]:

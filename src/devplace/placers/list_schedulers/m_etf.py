@@ -9,6 +9,7 @@ import numpy as np
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.list_schedulers.coplace import coplaced
 from devplace.placers.list_schedulers.earliest import EarliestFirst
+from devplace.placers.list_schedulers.list_schedule import best_of
 from devplace.problem import Placement, Problem
 
 
@@ -22,9 +23,10 @@ class MEtf:
 
     Source: Jeon et al. (2020), Baechi: fast device placement of machine learning graphs, SoCC, and
     its released code. Differs from it in that memory is a ledger in schedule order, that received
-    copies are counted in it, that a parameter goes to the first device that reads it, and that an
-    op for which no accelerator has room goes to the device with the most free memory instead of
-    ending the attempt. `etf` is the same without co-placement and with ties by upward rank.
+    copies are counted in it, that a parameter goes to the first device that reads it, that an op
+    for which no accelerator has room goes to the device with the most free memory instead of ending
+    the attempt, and that its order is not the only one simulated (`best_of`). `etf` is the same
+    without co-placement and with ties by upward rank.
 
     Attributes:
         coplace: Keep ops together as `coplaced` tells.
@@ -42,7 +44,7 @@ class MEtf:
     ) -> Placement:
         """Build one schedule. O(N D log N)."""
         group = coplaced(problem) if self.coplace else None
-        return EarliestFirst(problem, in_order(problem), group).build()
+        return best_of([EarliestFirst(problem, in_order(problem), group).build()], evaluate)
 
 
 def in_order(problem: Problem) -> list[float]:

@@ -13,7 +13,7 @@ from devplace.placers.groups import I32, accelerators, mean_duration_ns
 from devplace.placers.list_schedulers.coplace import coplaced
 from devplace.placers.list_schedulers.earliest import EarliestFirst, Entry
 from devplace.placers.list_schedulers.favourites import I64, TaskDag, favourite_children
-from devplace.placers.list_schedulers.list_schedule import mean_transfer_ns
+from devplace.placers.list_schedulers.list_schedule import best_of, mean_transfer_ns
 from devplace.placers.list_schedulers.m_etf import in_order
 from devplace.problem import Placement, Problem
 
@@ -55,7 +55,7 @@ class MSct:
         """Solve the linear programs and build one schedule."""
         favourite = favourite_children(task_dag(problem), self.threshold, self.most)
         group = coplaced(problem) if self.coplace else None
-        return _Favouring(problem, favourite, group).build()
+        return best_of([_Favouring(problem, favourite, group).build()], evaluate)
 
 
 def task_dag(problem: Problem) -> TaskDag:

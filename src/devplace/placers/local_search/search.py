@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,13 @@ from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
+from devplace.simulator.in_order import waiting_ops
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
+Ordered = tuple[tuple[int, int], Placement]
+"""Bytes over the limits and step time in its own order; a placement with an order."""
 
 # Moves of a native chain without improvement after which it ends.
 PATIENCE = 20_000
@@ -44,10 +47,17 @@ LEAST_PER_CHAIN = 1000
 HEAT_OF_CLASSES = 0.4
 # What HEFT and ETF together take per task and device (a core of a server CPU), s, and the part of
 # the time that they may take.
-LIST_S_PER_PAIR = 25e-6
+LIST_S_PER_PAIR = 37e-6
 LIST_PART = 0.3
 # Placements (times orders) times tasks up to which all are tried: about a second.
 MOST_TRIED = 1_000_000
+
+# After a round that brought nothing the next is hot: so many times the heat, for this part of the
+# budget.
+HOT = (2.0, 4.0, 8.0)
+HOT_PART = 0.2
+# Moves per group and chain from which on a small graph needs no coarser classes.
+MOVES_PER_GROUP = 100
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,9 @@ class Search:
 
     Classes are module path x main path or weight-gradient side path (`graph.coarsen`); nothing is
     known of particular models. All trivial plans (each single device, CPU, even and greedy splits,
-    list schedulers) are tried first, so the result is never worse than any of them.
+    list schedulers) are tried first, so the result is never worse than any of them. Chains know
+    priorities alone: a start with an order of its own (`Placement.order`) goes into them by its
+    priorities, and is returned as it was where nothing shorter is found.
 
     Attributes:
         width: Chains of annealing; under a budget of time as many as there are threads, up to 16.
@@ -93,14 +105,21 @@ class Search:
 
     def supports(self, problem: Problem) -> str:
         """Whenever the placement to start from, if there is one, keeps the problem's demands."""
-        broken = problem.violations(self.start) if self.start is not None else []
-        return f"the start breaks a demand: {broken[0]}" if broken else ""
+        if self.start is None:
+            return ""
+        broken = problem.violations(self.start)
+        if broken:
+            return f"the start breaks a demand: {broken[0]}"
+        order = self.start.order
+        if order is not None and waiting_ops(problem, order) is not None:
+            return "the order of the start can never finish: two ops wait for each other"
+        return ""
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Search until the budget is spent."""
-        starts = self._trivial(problem, evaluate, rng)
+        starts, ordered = self._trivial(problem, evaluate, rng)
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
@@ -108,9 +127,11 @@ class Search:
         fast = accelerators(problem)
         everything = list(problem.usable_devices)
         devices = fast if starts[0].overflow_bytes == 0 else everything
-        levels = self._levels(problem)
+        levels = self._levels(problem, evaluate.budget)
         self._explore(incumbent, starts, levels, devices, rng)
         best = incumbent.best
+        if ordered is not None and ordered[0] < best.key:
+            return ordered[1]
         placement = Placement(op_devices(problem, best.groups))
         if best.priority is None:
             return placement
@@ -155,8 +176,9 @@ class Search:
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
             found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
         evaluate.runners_up.heading = "fine"
+        is_stale = False
         while not evaluate.exhausted:
-            before = evaluate.num_evaluations
+            before, known = evaluate.num_evaluations, incumbent.best
             spent = evaluate.fraction_spent
             if self.improves_order:
                 improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
@@ -164,9 +186,14 @@ class Search:
             heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
             critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
+            if is_stale:
+                level, until = levels[-1], spent + max(HOT_PART, 0.3 * (1 - spent))
+                heat = self.heat * float(rng.choice(HOT))
+                critical = float(rng.choice([0.3, 1.0]))
             run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
+            is_stale = incumbent.best is known
             if not limited or evaluate.num_evaluations == before:
                 break
 
@@ -179,14 +206,19 @@ class Search:
 
     def _trivial(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
-    ) -> list[Best]:
-        """All trivial plans, best first."""
+    ) -> tuple[list[Best], Ordered | None]:
+        """All trivial plans by their priorities, best first; and the best with an order of its
+        own."""
         found: list[Best] = []
+        ordered: list[Ordered] = []
         first = _first_task_of_group(problem)
 
         def keep(placement: Placement, heading: str = "") -> None:
             evaluate.runners_up.heading = heading
             score = evaluate(placement)
+            if placement.order is not None:  # chains know priorities only
+                ordered.append((score.key, placement))
+                score = evaluate(replace(placement, order=None))
             groups = problem.task_devices(placement)[first]
             priority = placement.priority
             if priority is not None:
@@ -198,7 +230,7 @@ class Search:
         for device in problem.usable_devices:
             keep(all_on(problem, device), "single")
         if not self.heuristics:
-            return sorted(found, key=lambda best: best.key)
+            return sorted(found, key=lambda best: best.key), min(ordered, key=_key, default=None)
         chain, devices = module_chain(problem), accelerators(problem)
         weight = mean_duration_ns(problem)
         for count in range(2, len(devices) + 1):
@@ -211,7 +243,7 @@ class Search:
         for placer in (*quick, *slow):
             if not evaluate.exhausted and not placer.supports(problem):
                 keep(placer(problem, evaluate, rng), placer.name)
-        return sorted(found, key=lambda best: best.key)
+        return sorted(found, key=lambda best: best.key), min(ordered, key=_key, default=None)
 
     def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> None:
         """Try every placement of a small problem, and of a tiny one with many orders."""
@@ -235,7 +267,13 @@ class Search:
             if evaluate.exhausted:
                 return
 
-    def _levels(self, problem: Problem) -> list[Classes]:
+    def _needs_no_coarse(self, num_groups: int, budget: Budget) -> bool:
+        """Whether chains can begin with single groups: few, with many moves for each."""
+        most = budget.evaluations
+        enough = most is None or most // self.width >= MOVES_PER_GROUP * num_groups
+        return num_groups <= self.coarse and enough
+
+    def _levels(self, problem: Problem, budget: Budget) -> list[Classes]:
         """Classes from coarse to fine; levels that add nothing are left out."""
         if not self.structural:
             sizes = [self.coarse * 4**k for k in range(self.levels)]
@@ -261,6 +299,8 @@ class Search:
         if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
             per_group = np.zeros(len(graph.ops), np.int32)
             per_group[problem.core.tasks.task_op] = problem.core.tasks.group
+            if self._needs_no_coarse(problem.core.tasks.num_groups, budget):
+                levels.clear()
             levels.append(make_classes(problem, per_group, time))
         return levels[: self.levels]
 
@@ -271,6 +311,10 @@ def _can_list(problem: Problem, budget: Budget) -> bool:
         return True
     pairs = problem.core.tasks.num_tasks * len(problem.machine.devices)
     return pairs * LIST_S_PER_PAIR <= LIST_PART * budget.seconds
+
+
+def _key(ordered: Ordered) -> tuple[int, int]:
+    return ordered[0]
 
 
 def _blocks(problem: Problem, count: int) -> Classes:
