@@ -47,7 +47,8 @@ class Environment:
     Attributes:
         devices: Machine index of each action. int32 `[A]`
         allowed: Actions each group may take. bool `[M, A]`
-        best_key, best_actions: Overflow, step time and actions of the best so far.
+        best_key: Overflow and step time of the best so far.
+        best_actions: Its actions. int32 `[M]`
     """
 
     def __init__(self, evaluate: Evaluator, grouping: Grouping) -> None:

@@ -34,7 +34,6 @@ class Partings:
         problem: What is placed.
         counts: Groups wanted by each choice; a grouping may have a few less.
         is_open: Choices that differ from those nearer to the rule. bool `[C]`
-        best_key: Overflow and step time of the best so far, whatever its count.
     """
 
     def __init__(self, evaluate: Evaluator) -> None:
@@ -87,7 +86,7 @@ class Partings:
 
     @property
     def best_key(self) -> tuple[int, int] | None:
-        """See above."""
+        """Overflow and step time of the best so far, whatever its count."""
         best = self._best()
         return None if best is None else best.best_key
 
