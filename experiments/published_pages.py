@@ -193,8 +193,8 @@ def page(data: dict[str, Any], made: str) -> str:
         ]
     lines += ["## Learning curves", ""]
     lines += [
-        "Best step so far; lines are medians, bands least to most of 5 seeds. A line begins when all "
-        "seeds have a plan that fits; a placer without a line never got there.",
+        "Best step so far; lines are medians, bands least to most of 5 seeds. A line begins when "
+        "all seeds have a plan that fits; a placer without a line never got there.",
         "",
     ]
     for workload in PICTURE_ROWS:
