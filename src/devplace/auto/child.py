@@ -81,6 +81,7 @@ def attempt(steps: dict[int, Any], key: int, *request: Any) -> tuple[Any, bool]:
             from devplace.auto.wire import unpack
 
             steps[key] = unpack(steps[key])
+            keep_out_of_collections()
     except Exception as error:
         return ("unreadable", str(error)), True
     try:
@@ -138,6 +139,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in text for words in MEMORY_WORDS)
+
+
+def keep_out_of_collections() -> None:
+    """Take what is there out of garbage collections: a step's graph is large, and it stays."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
 
 
 def free_memory() -> None:

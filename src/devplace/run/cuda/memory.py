@@ -72,8 +72,7 @@ class MemoryMeter:
     @contextmanager
     def keeping_received(self) -> Iterator[None]:
         """Around the allocation of a received tensor."""
-        self._note_peak()
-        before = self._read("current")
+        before = self._note_peak()
         yield
         self._received_bytes += self._read("current") - before
         self._restart()
@@ -85,10 +84,16 @@ class MemoryMeter:
         stays = self._read("current") - self._begin - self._received_bytes
         return max(0, self._peak - self._begin - stays)
 
-    def _note_peak(self) -> None:
-        self._peak = max(self._peak, self._read("peak") - self._received_bytes)
-        seen = int(torch.cuda.max_memory_reserved(self._device.torch_device))
-        self.reserved_peak_bytes = max(self.reserved_peak_bytes, seen)
+    def _note_peak(self) -> int:
+        """Take the peaks over; gives what is allocated now, bytes."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device.torch_device)
+        if not stats:
+            return 0
+        large = stats["allocated_bytes"]["large_pool"]
+        self._peak = max(self._peak, int(large["peak"]) - self._received_bytes)
+        reserved = int(stats["reserved_bytes"]["all"]["peak"])
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved)
+        return int(large["current"])
 
     def _read(self, which: str) -> int:
         stats = torch.cuda.memory_stats_as_nested_dict(self._device.torch_device)
