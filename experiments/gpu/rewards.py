@@ -89,9 +89,10 @@ class Run:
                 "seconds": round(seconds, 1),
                 "history": [[count, ns] for count, _, ns in found.history],
                 "measured_ns": [m.step_ns for m in steps.measurements],
+                "predicted_ns": steps.predicted_ns,
             }
         )
-        last = {k: v for k, v in self.data["rows"][-1].items() if k != "measured_ns"}
+        last = {k: v for k, v in self.data["rows"][-1].items() if not k.endswith("ed_ns")}
         print(last, flush=True)
         self.save()
         self.again(f"{name}, measured", found)

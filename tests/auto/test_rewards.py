@@ -38,6 +38,8 @@ def test_a_placer_learns_from_steps_that_ran() -> None:
         times = [m.step_ns for m in steps.measurements]
         assert 1 < len(times) <= 12
         assert all(times)
+        assert len(steps.predicted_ns) == len(times)
+        assert all(steps.predicted_ns)
         assert found.history[-1][2] == min(ns for ns in times if ns)
         placement = all_on(problem, 0)
         before = len(steps.measurements)

@@ -28,6 +28,7 @@ class MeasuredSteps:
 
     Attributes:
         measurements: All that were made; failures tell their reason.
+        predicted_ns: The simulated step time of each.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class MeasuredSteps:
         self._threads = len(measurers)
         self._known: dict[bytes, int | None] = {}
         self.measurements: list[Measurement] = []
+        self.predicted_ns: list[int] = []
 
     def __call__(self, placement: Placement) -> int | None:
         """Median step time, ns; None if it did not run."""
@@ -55,17 +57,22 @@ class MeasuredSteps:
             if key not in self._known
         }
         with ThreadPoolExecutor(self._threads) as pool:
-            for key, found in zip(new, pool.map(self._measure, new.values()), strict=True):
+            made = pool.map(self._measure, new.values())
+            for key, (predicted_ns, found) in zip(new, made, strict=True):
+                self.predicted_ns.append(predicted_ns)
                 self.measurements.append(found)
                 self._known[key] = found.step_ns
         return [self._known[key] for key in keys]
 
-    def _measure(self, placement: Placement) -> Measurement:
+    def _measure(self, placement: Placement) -> tuple[int, Measurement]:
+        """The predicted step time, ns, and what running it gave."""
         assert placement.priority is not None
-        plan = make_plan(simulate(self._problem, placement), placement.priority, {})
+        timeline = simulate(self._problem, placement)
+        plan = make_plan(timeline, placement.priority, {})
+        trial = Trial("sample", plan, self._problem.graph, self._sources)
         measurer = self._free.get()
         try:
-            return measurer.measure(Trial("sample", plan, self._problem.graph, self._sources))
+            return timeline.makespan_ns, measurer.measure(trial)
         finally:
             self._free.put(measurer)
 

@@ -6,6 +6,8 @@ That thread also runs the ops of CPU devices, one after another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from devplace.run.copies import pack_tensor
@@ -122,9 +124,10 @@ class EagerRunner:
                     ),
                     clocks.get(index),
                 )
-        for index, instruction in self._order:
+        for index, some in groupby(self._order, key=itemgetter(0)):
             with self._devices[index].current():
-                passes[index].run(instruction)
+                for _, instruction in some:
+                    passes[index].run(instruction)
         results = {}
         for index, device in self._devices.items():
             with device.current():
