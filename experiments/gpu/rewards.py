@@ -133,15 +133,16 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each placer")
     parser.add_argument("--workers", type=int, default=8, help="processes that prepare steps")
     parser.add_argument("--seconds", type=float, default=0.3, help="to time each placement")
+    parser.add_argument("--others", default="20s", help="budget of search; 0s: learners alone")
     options = parser.parse_args()
     run = Run(options)
-    run.simulate("layers", "1ev")
-    run.simulate("search", "20s")
+    if options.others != "0s":
+        run.simulate("layers", "1ev")
+        run.simulate("search", options.others)
     for name in options.placers.split(","):
-        run.simulate(name, f"{options.samples}ev")
         run.learn(name)
     for name in options.placers.split(","):
-        run.simulate(name, "2400ev")
+        run.simulate(name, f"{options.samples}ev")
 
 
 if __name__ == "__main__":

@@ -75,9 +75,7 @@ def time_plan(
         names = gpu_names(schedule)
         for name in names:
             torch.cuda.reset_peak_memory_stats(name)
-        if lock is not None:
-            executor.step(1)  # the long part: makes CUDA graphs
-            getattr(executor, "synchronize", lambda: None)()
+        executor.prepare(1)
         with alone(lock):
             rounds = time_executor(executor, seconds)
         peaks = {name: int(torch.cuda.max_memory_reserved(name)) for name in names}

@@ -52,6 +52,7 @@ def _end(queues: list[Any]) -> None:
 
 
 def _serve(queue: SimpleQueue[Job | None], started: threading.Barrier, num_op_threads: int) -> None:
+    torch.get_num_threads()  # a thread's first look takes the default over, whatever was set before
     torch.set_num_threads(num_op_threads)
     started.wait()
     with torch.no_grad():
