@@ -24,8 +24,9 @@ def compare_placers(data: dict[str, Any]) -> str:
     lines += [
         f"Predicted ms per training step (SGD, full size), budget {data['budget']} per placer; "
         "median over seeds, in brackets smallest and largest where they differ. Analytic costs, "
-        "graphs captured on a CPU. *over* marks plans that exceed a memory limit. The last "
-        "columns are the lower bound, and how far the median of `search` is above it.",
+        "graphs captured on a CPU. *over* marks plans that exceed a memory limit; the best that "
+        "fits is in bold. The last rows are the lower bound, and how far the median of `search` "
+        "is above it.",
         "",
         " ".join([provenance_line(data["provenance"]), data.get("note", "")]).rstrip(),
         "",
@@ -33,26 +34,31 @@ def compare_placers(data: dict[str, Any]) -> str:
     cells: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in data["rows"]:
         cells[row["machine"], row["workload"], row["placer"]].append(row)
+    workloads = list(dict.fromkeys(row["workload"] for row in data["rows"]))
     for machine in dict.fromkeys(row["machine"] for row in data["rows"]):
-        lines += [f"## {machine}", "", "| workload | " + " | ".join(names) + " | bound | gap |"]
-        lines.append("|---" * (len(names) + 3) + "|")
-        for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
-            found = [
-                [row for row in cells[machine, workload, name] if row["step_ns"] is not None]
-                for name in names
-            ]
-            fitting = [rows for rows in found if rows and all(r["feasible"] for r in rows)]
-            best = min(median(r["step_ns"] for r in rows) for rows in fitting)
-            bound = next(rows[0] for rows in found if rows)["lower_bound_ns"]
-            search = median(r["step_ns"] for r in found[names.index("search")])
-            texts = [_cell(rows, best) for rows in found]
-            lines.append(
-                f"| {workload} | "
-                + " | ".join(texts)
-                + f" | {bound / 1e6:.3g} | {search / bound - 1:.0%} |"
-            )
+        columns = [_column(cells, machine, workload, names) for workload in workloads]
+        lines += [f"## {machine}", "", "| placer | " + " | ".join(workloads) + " |"]
+        lines.append("|---" * (len(workloads) + 1) + "|")
+        for name, texts in zip(
+            [*names, "lower bound", "gap of search"], zip(*columns, strict=True), strict=True
+        ):
+            lines.append(f"| {name} | {' | '.join(texts)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _column(cells: Any, machine: str, workload: str, names: list[str]) -> list[str]:
+    """One workload on one machine: a text per placer, the bound and the gap of search to it."""
+    found = [
+        [row for row in cells[machine, workload, name] if row["step_ns"] is not None]
+        for name in names
+    ]
+    fitting = [rows for rows in found if rows and all(r["feasible"] for r in rows)]
+    best = min(median(r["step_ns"] for r in rows) for rows in fitting)
+    bound = next(rows[0] for rows in found if rows)["lower_bound_ns"]
+    search = median(r["step_ns"] for r in found[names.index("search")])
+    texts = [_cell(rows, best) for rows in found]
+    return [*texts, f"{bound / 1e6:.4g}", f"{search / bound - 1:.0%}"]
 
 
 def plan_nmt8(data: dict[str, Any]) -> str:
