@@ -1,0 +1,221 @@
+"""Tables of what was measured on GPUs."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import Any
+
+from common import RESULTS
+
+
+def gpu_first(data: dict[str, Any]) -> str:
+    """Measured steps on GPUs beside the predicted ones; further runs are in `gpu_first_*.json`."""
+    lines = ["# First steps on GPUs", ""]
+    lines += [
+        "Milliseconds per training step, host not waiting, beside the prediction by analytic costs "
+        "(uncalibrated): everything on one GPU as one CUDA graph, and the search's plan on two.",
+        "",
+    ]
+    others = sorted(RESULTS.glob("gpu_first_*.json"))
+    for run in (data, *(json.loads(path.read_text()) for path in others)):
+        lines += _gpu_run(run)
+    return "\n".join(lines)
+
+
+def _gpu_run(data: dict[str, Any]) -> list[str]:
+    made = data["provenance"]
+    lines = [
+        f"{made['card']}, {made['host']}, torch {made['torch']}, {made['precision']}, "
+        f"{made['optimizer']}, seed {made['seed']}, commit {made['commit']}:",
+        "",
+        "| workload | GPUs | measured | predicted | transfers | moved, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for workload in data["workloads"]:
+        for row in workload["rows"]:
+            lines.append(
+                f"| {workload['workload']} | {row['devices']} | {row['step_ms']:.1f} | "
+                f"{row['predicted_ms']:.1f} | {row['transfers']} | "
+                f"{row['transfer_bytes'] / 1e9:.2f} |"
+            )
+    return [*lines, ""]
+
+
+def gpu_plans(data: dict[str, Any]) -> str:
+    """Plans on GPUs, predicted beside measured."""
+    made, errors = data["provenance"], data["errors_package"]
+    lines = [
+        f"# {data.get('title', 'Plans on GPUs, predicted and measured')}",
+        "",
+        f"Milliseconds per training step, steps not waited for one by one. {made['cards']}, "
+        f"{made['cpu_cores']} cores, driver {made['driver']}, torch {made['torch']}, SGD, fp32 "
+        f"with TF32 products or bf16 autocast, seed {made['seed']}, commit {made['commit']}. "
+        "*one graph* is the whole step in one CUDA graph on one GPU; *layers* the expert's split "
+        "in critical-path order; *search* the searched plan. Predicted: measured costs, probed "
+        "links, the package's constants.",
+        "",
+        "The constants were fitted to an earlier run, with an earlier executor, of RNNLM, NMT-4, "
+        "GNMT-4, ResNet-50 and BERT-large with 12 layers. "
+        + "; ".join(_errors_of(data["rows"], is_fitted) for is_fitted in (True, False))
+        + ".",
+        "",
+        f"Median error {errors['median_error']:.1%} over {errors['rows']} rows, worst "
+        f"{errors['worst_error']:.1%} ({errors['worst_row']}).",
+        "",
+        *(f"- {note}" for note in made["notes"]),
+        "",
+        "| step | micro-batches | GPUs | plan | predicted | measured | error | of one graph |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    alone: dict[str, int] = {}
+    for row in data["rows"]:
+        step = _step(row)
+        alone.setdefault(step, row["measured_ns"])
+        if row["name"].startswith("random"):
+            continue
+        predicted, measured = row["predicted_package_ns"], row["measured_ns"]
+        lines.append(
+            f"| {step} | {row['micro_batches']} | {row['gpus']} | {row['name']} | "
+            f"{predicted / 1e6:.2f} | {measured / 1e6:.2f} | {predicted / measured - 1:+.1%} | "
+            f"{measured / alone[step]:.2f} |"
+        )
+    lines += ["", *(f"- {k}: {v}" for k, v in errors.items() if "," in k), ""]
+    return "\n".join(lines + _baseline_lines(data["rows"], data.get("baselines", [])))
+
+
+def _step(row: dict[str, Any]) -> str:
+    """What is trained, in words; the same for our rows and for those of others."""
+    step = row["workload"] + (f", {row['layers']} layers" if row.get("layers") else "")
+    step += f", batch {row['batch']}" if row.get("batch") else ""
+    return f"{step}, {row['number_format']}"
+
+
+def _grid(title: str, cells: dict[tuple[str, str], float]) -> list[str]:
+    """Ways as rows, steps as columns; the fastest of a step in bold."""
+    steps = list(dict.fromkeys(step for step, _ in cells))
+    best = {step: min(ms for (of, _), ms in cells.items() if of == step) for step in steps}
+    lines = [f"## {title}", "", f"| how | {' | '.join(steps)} |", "|---" * (len(steps) + 1) + "|"]
+    for way in sorted(dict.fromkeys(way for _, way in cells), key=_place):
+        texts = []
+        for step in steps:
+            ms = cells.get((step, way))
+            text = "" if ms is None else f"{ms:.1f}"
+            texts.append(f"**{text}**" if ms == best[step] else text)
+        lines.append(f"| {way} | {' | '.join(texts)} |")
+    return [*lines, ""]
+
+
+WAYS = (
+    *("eager", "compiled", "lstm", "device_map", "ddp", "fsdp", "fsdp-mixed", "1f1b"),
+    *("zero-bubble", "zbv", "one graph", "layers", "search"),
+)
+NAMES = {
+    "compiled": "torch.compile",
+    "lstm": "nn.LSTM",
+    "device_map": "device map",
+    "ddp": "DDP",
+    "fsdp": "FSDP2",
+    "fsdp-mixed": "FSDP2, bf16 policy",
+    "1f1b-4": "1F1B, 4 micro-batches",
+    "1f1b-8": "1F1B, 8 micro-batches",
+    "zero-bubble-4": "zero bubble, 4 micro-batches",
+    "zero-bubble-8": "zero bubble, 8 micro-batches",
+    "zbv-4": "ZBV, 4 micro-batches",
+    "zbv-8": "ZBV, 8 micro-batches",
+    "group": "DDP with torch.compile",  # what is left of a group's rows comes last
+    "rest": "DDP with torch.compile",
+}
+SHOWN = {name: way for way, name in NAMES.items()}
+
+
+def _way(name: str, gpus: int, micro_batches: int = 1) -> str:
+    """How a step was run, in words."""
+    way = NAMES.get(name, name) + (f", {micro_batches} micro-batches" if micro_batches > 1 else "")
+    return f"{way}: {gpus} GPU{'s' if gpus > 1 else ''}"
+
+
+def _place(way: str) -> tuple[int, str]:
+    """Where a row stands."""
+    name = way.partition(":")[0]
+    known = SHOWN.get(name, name)
+    return next(k for k, start in reversed([*enumerate(WAYS)]) if known.startswith(start)), way
+
+
+def _baseline_lines(plans: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[str]:
+    """What others do on the same machine, where it was measured, beside our plans."""
+    if not others:
+        return []
+    grids: dict[int, dict[tuple[str, str], float]] = {1: {}, 2: {}}
+    for row in others:
+        if "step_ms" in row:
+            way = _way(row["row"], row["gpus"])
+            grids[row["table"]][_step(row), way] = row["step_ms"]
+    for row in plans:
+        of = [table for table, cells in grids.items() if _step(row) in {s for s, _ in cells}]
+        if "," not in row["name"] and not row["name"].startswith("random"):
+            for table in of:
+                way = _way(row["name"], row["gpus"], row["micro_batches"])
+                grids[table][_step(row), way] = row["measured_ns"] / 1e6
+    lines = _grid("Beside what others do", grids[1]) if grids[1] else []
+    lines += _grid("The same batch over all GPUs", grids[2]) if grids[2] else []
+    missing = sorted(
+        {f"{_way(r['row'], r['gpus'])} of {_step(r)}" for r in others if "reason" in r}
+    )
+    return (
+        [*lines, f"Not measured for lack of time: {'; '.join(missing)}.", ""] if missing else lines
+    )
+
+
+def gpu_memory(data: dict[str, Any]) -> str:
+    """Predicted peaks beside what was reserved, and verdicts."""
+    found = data["summary"]
+    lines = [
+        "# Predicted and measured memory",
+        "",
+        f"{data['provenance']}",
+        "",
+        f"Median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}; verdicts "
+        f"right in {found['right']} of {found['cases']} cases. MiB.",
+        "",
+        "| step | GPUs | device | predicted | reserved | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    verdicts = [
+        "",
+        "| step | GPUs | limit | predicted | should run | ran |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in data["models"]:
+        for peak in model["peaks"]:
+            for row in peak.get("rows", []):
+                predicted, reserved = row["predicted_bytes"], row["reserved_peak_bytes"]
+                lines.append(
+                    f"| {model['model']} | {peak['gpus']} | {row['device']} | "
+                    f"{predicted / 2**20:.0f} | {reserved / 2**20:.0f} | "
+                    f"{predicted / reserved - 1:+.1%} |"
+                )
+        verdicts += [
+            f"| {model['model']} | {case['gpus']} | {case['limit_bytes'] / 2**20:.0f} | "
+            f"{case['predicted_bytes'] / 2**20:.0f} | {'yes' if case['should_run'] else 'no'} | "
+            f"{'yes' if case['ran'] else 'no'} |"
+            for case in model["verdicts"]
+        ]
+    return "\n".join([*lines, *verdicts, ""])
+
+
+FITTED = ("rnnlm", "nmt-4", "gnmt-4", "resnet-50")
+"""Steps the package's constants were fitted to, beside BERT-large with 12 layers."""
+
+
+def _errors_of(rows: list[dict[str, Any]], is_fitted: bool) -> str:
+    """Errors over the steps the constants were fitted to, or over the others."""
+    errors = [
+        abs(row["predicted_package_ns"] / row["measured_ns"] - 1)
+        for row in rows
+        if not row["name"].startswith("random")
+        and "," not in row["name"]
+        and (row["workload"] in FITTED or row["layers"] == 12) == is_fitted
+    ]
+    which = "Over their rows" if is_fitted else "over the rows of other steps"
+    return f"{which} ({len(errors)}): median {median(errors):.1%}, worst {max(errors):.1%}"
