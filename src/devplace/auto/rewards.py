@@ -18,8 +18,8 @@ class MeasuredSteps:
     """Runs each placement of a captured step on the devices of this computer, and times it.
 
     The order of ops is the one that simulation gives, as for any plan. A placement that was run
-    before is not run again. Most of a measurement is making the step ready, on one core: several
-    measurers with one `lock` do that for several placements at once.
+    before is not run again. Several measurers with one `lock` get their steps ready, as far as no
+    device is needed, while another one uses the devices.
 
     Args:
         problem: What is placed, its graph as captured, its devices those of this computer.

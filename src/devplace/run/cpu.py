@@ -90,9 +90,6 @@ class CpuExecutor:
         device = home if home in holders else holders[0]
         return self._stores[device][self._slots[device][op]]
 
-    def prepare(self, number: int) -> None:
-        """Nothing: its code is made with it."""
-
     def step(self, number: int, is_timed: bool = False) -> StepOutcome:
         """Run one step on the values put, and keep what it leaves behind for the next.
 

@@ -24,10 +24,6 @@ class Executor(Protocol):
         """The present value of a source op."""
         ...
 
-    def prepare(self, number: int) -> None:
-        """Make ready what the first step, of this number, needs; runs nothing of it."""
-        ...
-
     def step(self, number: int, is_timed: bool = False) -> StepOutcome:
         """Run one step."""
         ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -42,8 +42,6 @@ from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.linear import linear_order
 from devplace.run.schedule import Schedule, is_cpu, source_bytes, stored_sources
 from devplace.run.write_back import write_backs
-
-Outcome = TypeVar("Outcome")
 
 
 class CudaExecutor:
@@ -176,20 +174,6 @@ class CudaExecutor:
             DeviceMemoryError: Too little memory; what was held is given back.
             DeviceLostError: A device cannot be used any more in this process.
         """
-        return self._guarded(
-            number, lambda: self._run_timed(number) if is_timed else self._run(number)
-        )
-
-    def prepare(self, number: int) -> None:
-        """Do what the first step does before it runs, the CUDA graphs above all; see `step`.
-
-        A step of several GPUs spins, and a GPU that is shared with other processes makes that
-        long, so those who take turns make their steps ready before it is theirs.
-        """
-        self._guarded(number, lambda: None)
-
-    def _guarded(self, number: int, run: Callable[[], Outcome]) -> Outcome:
-        """Run a part of a step once all is ready; what fails is raised as `step` says."""
         self._raise_lost()
         if self._is_closed:
             raise ExecutionError("A closed step cannot run: its graphs are gone. Compile again.")
@@ -201,7 +185,7 @@ class CudaExecutor:
                 if self._runner is None:
                     self._runner = self._make_runner(number)
                 self._doing = f"Step {number}"
-                return run()
+                return self._run_timed(number) if is_timed else self._run(number)
         except LateTensorError:
             raise
         except (RuntimeError, ExecutionError) as error:
