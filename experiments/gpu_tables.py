@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from statistics import median
+from statistics import correlation, median
 from typing import Any
 
 from common import RESULTS
@@ -202,6 +202,49 @@ def gpu_memory(data: dict[str, Any]) -> str:
             for case in model["verdicts"]
         ]
     return "\n".join([*lines, *verdicts, ""])
+
+
+def gpu_rewards(data: dict[str, Any]) -> str:
+    """Placers that learn from measured steps, beside the same with simulated ones."""
+    made = data["provenance"]
+    lines = [
+        "# Learning from measured steps",
+        "",
+        f"NMT-4 on {made['cards']}, driver {made['driver']}, torch {made['torch']}, seed "
+        f"{made['seed']}. Ms per training step.",
+        "",
+        *(f"- {note}" for note in made["notes"]),
+        "",
+        "| commit | placer | placements measured | seconds | best while learning | error of "
+        "rewards, median | rank correlation with predictions |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    finals = ["| commit | placement of | predicted | measured alone |", "|---|---|---|---|"]
+    for run in data["runs"]:
+        for row in run["rows"]:
+            pairs = zip(row["predicted_ns"], row["measured_ns"], strict=True)
+            ran = [(predicted, measured) for predicted, measured in pairs if measured]
+            errors = [abs(predicted / measured - 1) for predicted, measured in ran]
+            lines.append(
+                f"| {run['commit']} | {row['placer']} | {row['measured']} | {row['seconds']:.0f} | "
+                f"{min(measured for _, measured in ran) / 1e6:.2f} | {median(errors):.0%} | "
+                f"{_rank_correlation(ran):.2f} |"
+            )
+        finals += [
+            f"| {run['commit']} | {row['name']} | {row['predicted_ns'] / 1e6:.2f} | "
+            f"{row['measured_ns'] / 1e6:.2f} |"
+            for row in run["best"]
+        ]
+    return "\n".join([*lines, "", *finals, ""])
+
+
+def _rank_correlation(pairs: list[tuple[int, int]]) -> float:
+    """Spearman's; equal values have one place."""
+    ranks = []
+    for values in zip(*pairs, strict=True):
+        places = {value: place for place, value in enumerate(sorted(set(values)))}
+        ranks.append([float(places[value]) for value in values])
+    return correlation(*ranks)
 
 
 FITTED = ("rnnlm", "nmt-4", "gnmt-4", "resnet-50")

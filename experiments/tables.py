@@ -145,6 +145,7 @@ TABLES = {
     "gpu_prediction": gpu_tables.gpu_plans,
     "gpu_prediction_2": gpu_tables.gpu_plans,
     "gpu_memory": gpu_tables.gpu_memory,
+    "gpu_rewards": gpu_tables.gpu_rewards,
 }
 
 
