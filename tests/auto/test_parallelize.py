@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from devplace.auto import parallelize as module
 from devplace.auto.clock import Clock
 from devplace.auto.measure import Measurer
 from devplace.errors import ExecutionError, InfeasibleError, InputError, MachineError
-from tests.auto.steps import hostile, tagger
+from tests.auto.steps import captured, hostile, placed, tagger
 
 QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,30s"}
 
@@ -246,3 +247,19 @@ def test_the_budget_covers_everything() -> None:
     assert clock.search_budget(2, True).seconds == 0.5
     assert Clock.parse("500ev").search_budget(3, True).evaluations == 500
     assert choose_module.Choice((), None).notes == ()
+
+
+@pytest.mark.parametrize(("cores", "is_noted"), [(1, True), (2, False), (8, False)])
+def test_fewer_cores_than_gpus_are_noted(
+    cores: int, is_noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each GPU is fed by a thread; CPU devices, and GPUs that run nothing, need none of them."""
+    monkeypatch.setattr(module, "num_cores", lambda: cores)
+    graph, *_ = captured()
+    plan = placed(graph).plan
+    names = ("cpu:0", "cuda:0", "cuda:1", "cuda:2")
+    on_two = tuple(k % 3 for k in range(len(plan.placement)))
+    notes = module.few_cores(dataclasses.replace(plan, placement=on_two, device_names=names))
+    assert bool(notes) == is_noted
+    assert all("each of 2 GPUs" in note and "1 core:" in note for note in notes)
+    assert module.few_cores(plan) == ()

@@ -24,9 +24,12 @@ from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.graph.capture.batch import as_call
 from devplace.graph.capture.refuse import unwrap
+from devplace.machine.detect import num_cores
 from devplace.placers import Placer
+from devplace.plan import Plan
 from devplace.run.compile import Step, compile_step
 from devplace.run.planned import check_plan
+from devplace.run.schedule import is_cpu
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CAPTURE_SHARE = 0.35
@@ -189,7 +192,7 @@ class _Job:
                 failures.append(f"{candidate.name} did not run in this process: {error}")
                 _free()
                 continue
-            notes = (*choice.notes, *self.notes, *failures)
+            notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
             return ParallelStep(
                 step, candidate.plan, graph, choice.confirmation, measured_ns, notes
             )
@@ -235,6 +238,18 @@ class _Job:
         rounds = time_steps(lambda: step(*args, **kwargs), wait, SETTLE_SECONDS)
         step.load()
         return median_ns(rounds)
+
+
+def few_cores(plan: Plan) -> tuple[str, ...]:
+    """A note where a plan has more GPUs than this process has cores to feed them; else nothing."""
+    used = {plan.device_names[device] for device in plan.placement}
+    gpus, cores = sum(not is_cpu(name) for name in used), num_cores()
+    if gpus <= cores:
+        return ()
+    return (
+        f"each of {gpus} GPUs is fed by a thread of its own, but this process may use {cores} "
+        f"core{'s' if cores > 1 else ''}: GPUs may run dry. Give it a core for each GPU",
+    )
 
 
 def _is_meta(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.errors import InputError
+from devplace.machine.detect import num_cores
 from devplace.placers import chains
 from devplace.placers.budget import Budget
 from devplace.placers.runners_up import RunnersUp, as_state, from_state
@@ -88,7 +88,7 @@ class Evaluator:
         self.runners_up = RunnersUp()
         self.proved_ns = 0
         self.is_infeasible = False
-        self.threads = threads or _usable_cores()
+        self.threads = threads or num_cores()
         self._started = time.monotonic()
         self._best: tuple[int, I32, I64 | None] | None = None  # step, devices, priorities of tasks
         self._ordered: Placement | None = None  # the best, if it has an order of its own
@@ -324,10 +324,3 @@ def _order_as_state(placement: Placement) -> list[Any]:
     assert placement.order is not None
     priority = None if placement.priority is None else placement.priority.tolist()
     return [priority, [list(row) for row in placement.order]]
-
-
-def _usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from devplace.load import (
     step_loads,
     together,
 )
+from devplace.machine.detect import num_cores
 from devplace.placers import rounds
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
@@ -139,7 +139,7 @@ def _solved(
     seconds = budget.seconds
     if seconds is not None:
         seconds = max(0.05, seconds - (time.monotonic() - began))
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    threads = num_cores()
     effort = Effort(seconds, budget.evaluations, seed, threads)
     return place_step(problem, effort, hints, progress)
 
