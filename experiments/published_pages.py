@@ -54,6 +54,13 @@ PICTURES = {
     "mars": ("random", "mars", "mars-no-pretraining", "grouper-placer", "encoder-placer"),
     "hdp": ("random", "hdp", "hdp-no-grouping", "hdp-random-grouping", "placeto"),
 }
+ORDER = (
+    *("cpu", "gpu-only", "expert", "scotch", "mincut", "heft", "random", "colocrl"),
+    *("hdp", "hdp-no-grouping", "hdp-random-grouping", "spotlight", "placeto"),
+    *("post", "post-ce", "post-ppo", "post-pg", "grouper-placer", "encoder-placer"),
+    *("mars-no-pretraining", "mars", "search"),
+)
+"""Of the lines of a table; others come last."""
 PICTURE_ROWS = ("nmt-4", "gnmt-4")
 CLOSE = 1.05
 
@@ -168,7 +175,8 @@ def page(data: dict[str, Any], made: str) -> str:
             keys[row["workload"]] + (f", {row['limit']}" if row["limit"] else "") for row in own
         ]
         title = list(PUBLISHED)[published]
-        names = list(dict.fromkeys(name for key, name in runs if key in keys.values()))
+        found = {name for key, name in runs if key in keys.values()}
+        names = [*(name for name in ORDER if name in found), *sorted(found.difference(ORDER))]
         steps = {
             name: [_step_cell(runs.get((keys[row["workload"]], name), [])) for row in own]
             for name in names
