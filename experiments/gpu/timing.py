@@ -19,11 +19,15 @@ class GpuLock:
     """The right to use the GPUs alone, among all processes given the same file.
 
     The file is named by the environment variable GPU_LOCK; without it nothing is locked. The
-    system releases the lock when its holder ends, however it ends.
+    system releases the lock when its holder ends, however it ends. Each GPU is fed by a thread of
+    its own, so where GPU_CORES lists cores (`24,25,26`) that nothing else uses, the holder's thread
+    and those it starts run there.
     """
 
     def __init__(self) -> None:
         self._path = os.environ.get("GPU_LOCK")
+        self._cores = {int(core) for core in os.environ.get("GPU_CORES", "").split(",") if core}
+        self._own: set[int] = set()
         self._file: Any = None
 
     def acquire(self) -> None:
@@ -31,10 +35,15 @@ class GpuLock:
         if self._path is not None and self._file is None:
             self._file = open(self._path, "a")  # noqa: SIM115 (open as long as the lock is held)
             fcntl.flock(self._file, fcntl.LOCK_EX)
+            if self._cores:
+                self._own = os.sched_getaffinity(0)
+                os.sched_setaffinity(0, self._cores)
 
     def release(self) -> None:
         """Let others measure."""
         if self._file is not None:
+            if self._own:
+                os.sched_setaffinity(0, self._own)
             self._file.close()
             self._file = None
 
