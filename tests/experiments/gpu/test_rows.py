@@ -112,3 +112,19 @@ def test_the_lock_lets_one_process_measure(tmp_path: Path, monkeypatch: pytest.M
     row = rows.run_row("experiments.gpu.eager", SMALL, tmp_path / "row.json", limits_s=limits_s)
     assert row["status"] == "ok"
     assert os.environ["GPU_LOCK"]
+
+
+def test_who_holds_the_lock_has_the_cores_meant_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While it is held, and no longer."""
+    own = os.sched_getaffinity(0)
+    first = min(own)
+    monkeypatch.setenv("GPU_LOCK", str(tmp_path / "lock"))
+    monkeypatch.setenv("GPU_CORES", str(first))
+    lock = GpuLock()
+    lock.acquire()
+    lock.acquire()
+    assert os.sched_getaffinity(0) == {first}
+    lock.release()
+    assert os.sched_getaffinity(0) == own
