@@ -10,10 +10,11 @@ import torch
 from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call, flatten_batch, leaf_names, open_dataclasses
+from devplace.run.copies import laid_out
 
 
 def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
-    """Tensors of a batch by source op.
+    """Tensors of a batch by source op, laid out in memory as at capture.
 
     Args:
         graph: The captured step.
@@ -37,7 +38,7 @@ def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if binding.kind == "input":
             value = leaves[int(binding.slot)]
             _check(graph, binding.op, binding.key, value)
-            values[binding.op] = value
+            values[binding.op] = laid_out(value, binding.strides)
     for index, fixed in program.input_constants.items():
         if type(leaves[index]) is not type(fixed) or leaves[index] != fixed:
             name = _leaf_name(args, kwargs, index)

@@ -107,13 +107,18 @@ def flatten_batch(
 
 
 def check_leaf(leaf: Any, what: str) -> None:
-    """Refuse a container that hides tensors from torch's pytree.
+    """Refuse a container that hides tensors from torch's pytree, and arrays of other libraries.
 
     Raises:
-        CaptureError: Says how to register the class.
+        CaptureError: Says how to register the class, or to convert the array.
     """
     if isinstance(leaf, (torch.Tensor, *_PLAIN)):
         return
+    if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
+        raise CaptureError(
+            f"{what} must be tensors: one is of class {type(leaf).__module__}."
+            f"{type(leaf).__name__}. Convert it with torch.as_tensor."
+        )
     inside = list(getattr(leaf, "__dict__", {}).values())
     inside += [getattr(leaf, n, None) for n in getattr(type(leaf), "__slots__", ())]
     found = pytree.tree_leaves(inside) + (list(leaf) if isinstance(leaf, (set, frozenset)) else [])
