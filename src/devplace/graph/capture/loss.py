@@ -138,3 +138,23 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(()) if tensor.ndim else tensor
+
+
+def refuse_reentrant(loss: torch.Tensor) -> None:
+    """Refuse re-entrant activation checkpointing: its parameters would get no gradients.
+
+    Raises:
+        CaptureError: It is on the way from the loss back to some tensor.
+    """
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise CaptureError(
+                "Activation checkpointing must not be re-entrant: a part of the model is run by "
+                "torch.utils.checkpoint with use_reentrant=True. Pass use_reentrant=False."
+            )
+        todo += [after for after, _ in node.next_functions]
