@@ -85,6 +85,13 @@ def test_arrays_of_numpy_are_refused() -> None:
     refuse(F.cross_entropy, r"one is of class numpy.ndarray. Convert it with torch.as_t", arrays)
 
 
+def test_a_loader_is_refused() -> None:
+    """One batch is asked for, not where batches come from."""
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*BATCH))
+    refuse(F.cross_entropy, r"one batch, got a DataLoader.*next\(iter\(loader\)\)", loader)
+    refuse(F.cross_entropy, "one batch, got a list_iterator", iter([BATCH]))
+
+
 def test_reentrant_checkpointing_is_refused() -> None:
     """It hides parameters from the gradients of a step, whole models or parts of them."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from devplace.errors import CaptureError, PlanMismatchError
+from devplace.errors import CaptureError, InputError, PlanMismatchError
 from devplace.run.copies import laid_out
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import all_on, at_random, make_step, sgd, train_eager
@@ -160,3 +160,34 @@ def test_calls_from_several_threads_are_steps_one_after_another() -> None:
     expected = train_eager(twin, sgd(list(twin.parameters())), [BATCH] * 20, mean_square)
     assert step.steps_done == 20
     assert sorted(losses) == pytest.approx(sorted(expected), abs=1e-6)
+
+
+def nested(model: Any, batch: Any, scale: Any = None) -> Any:
+    """A loss of a nested batch."""
+    out = model(batch["x"][0] - batch["more"]["shift"])
+    return out.square().mean() if scale is None else (out * scale).square().mean()
+
+
+def test_nested_dicts_may_have_their_keys_in_any_order() -> None:
+    """A dict is the same batch whatever was put into it first."""
+    model = Clipped()
+    x, shift = torch.randn(4, 4), torch.randn(4)
+    batch = {"x": [x], "more": {"shift": shift, "unread": x}}
+    step = make_step(model, (batch,), nested, sgd(list(model.parameters())), all_on(0))
+    expected = float(nested(model, batch).detach())
+    turned = {"more": {"unread": x, "shift": shift}, "x": [x]}
+    assert float(step(turned)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_another_nesting_is_told_by_the_first_name_that_differs() -> None:
+    """Numbers of inputs alone do not say what is wrong."""
+    model = Clipped()
+    x, shift = torch.randn(4, 4), torch.randn(4)
+    batch = {"x": [x], "more": {"shift": shift}}
+    step = make_step(model, (batch, None), nested, sgd(list(model.parameters())), all_on(0))
+    with pytest.raises(InputError, match=r"expected 2 positional.*, without '0\.more\.shift'"):
+        step({"x": [x], "more": {"move": shift}}, None)
+    with pytest.raises(InputError, match=r", in other containers \(tuple, list, dict\)"):
+        step({"x": (x,), "more": {"shift": shift}}, None)
+    with pytest.raises(InputError, match=r"'1' is a tensor of shape \[4, 4\], captured with None"):
+        step(batch, x)

@@ -107,13 +107,18 @@ def flatten_batch(
 
 
 def check_leaf(leaf: Any, what: str) -> None:
-    """Refuse a container that hides tensors from torch's pytree, and arrays of other libraries.
+    """Refuse arrays, data loaders, and containers that hide tensors from torch's pytree.
 
     Raises:
-        CaptureError: Says how to register the class, or to convert the array.
+        CaptureError: Says how to register the class, convert the array, or take a batch.
     """
     if isinstance(leaf, (torch.Tensor, *_PLAIN)):
         return
+    if hasattr(leaf, "__next__") or isinstance(leaf, torch.utils.data.DataLoader):
+        raise CaptureError(
+            f"{what} must be one batch, got a {type(leaf).__name__}. Take one out of it: "
+            f"next(iter(loader))."
+        )
     if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
         raise CaptureError(
             f"{what} must be tensors: one is of class {type(leaf).__module__}."
