@@ -114,7 +114,7 @@ def check_leaf(leaf: Any, what: str) -> None:
     """
     if isinstance(leaf, (torch.Tensor, *_PLAIN)):
         return
-    if hasattr(leaf, "__next__") or isinstance(leaf, torch.utils.data.DataLoader):
+    if hasattr(leaf, "__next__") or hasattr(leaf, "batch_sampler"):
         raise CaptureError(
             f"{what} must be one batch, got a {type(leaf).__name__}. Take one out of it: "
             f"next(iter(loader))."
