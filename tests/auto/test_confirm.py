@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.timing import Timing
 from devplace.errors import ExecutionError
 from devplace.plan import Plan
+from devplace.run.cpu import RETRY
 from tests.auto.steps import captured, placed
 
 
@@ -93,6 +96,19 @@ def test_the_verdict_says_what_won_against_what(plans: tuple[Plan, Plan]) -> Non
     assert verdict(one, lost).endswith("no plan on several devices could be run.")
     assert verdict(one).endswith("no other plan was worth a try.")
     assert "it was killed" in Confirmation((one, lost), 1.0).lines()[2]
+
+
+def test_reasons_that_plans_share_are_told_once(plans: tuple[Plan, Plan]) -> None:
+    """A batch that fails everywhere is one mistake; advice for a training loop is left out."""
+    rows = (row("cpu:0 alone", plans[0], None, True), row("search", plans[1], None))
+    failed = [
+        dataclasses.replace(each.measurement, error=f"Op 'mm' failed: too large. {RETRY}")
+        for each in rows
+    ]
+    rows = tuple(Row(r.candidate, m) for r, m in zip(rows, failed, strict=True))
+    message = r"^None of 2 plans could be run: cpu:0 alone, search: Op 'mm' failed: too large\.$"
+    with pytest.raises(ExecutionError, match=message):
+        _ = Confirmation(rows, 1.0).best
 
 
 class Scripted:

@@ -52,6 +52,17 @@ def test_a_training_loop_trains_as_eager_torch_does() -> None:
     assert int(optimizer.state[next(model.parameters())]["step"]) == 4
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_training_in_eval_mode_is_noted(is_training: bool) -> None:
+    """A model that was left in eval mode is trained so, and the report says it."""
+    model, batch, loss = tagger()
+    model.train(is_training)
+    with dp.parallelize(model, batch, loss, adam(model), confirm=False, **QUICK) as step:
+        assert ("trained in eval mode" in str(step)) is not is_training
+    with dp.parallelize(model, batch, loss, confirm=False, **QUICK) as step:
+        assert "trained in eval mode" not in str(step)
+
+
 def test_training_resumes_from_an_ordinary_checkpoint() -> None:
     """After loading state dicts, `load` goes on exactly where the checkpoint was made."""
     model, batch, loss = tagger()

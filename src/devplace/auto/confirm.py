@@ -14,6 +14,7 @@ from devplace.auto.sources import step_sources
 from devplace.errors import ExecutionError
 from devplace.placers import Result
 from devplace.plan import Plan
+from devplace.run.cpu import RETRY
 from devplace.units import format_time
 
 CLEAR_LEAD = 1.1
@@ -98,8 +99,9 @@ class Confirmation:
         """
         ranked = self.ranked
         if not ranked:
-            reasons = "; ".join(str(row.measurement) for row in self.rows)
-            raise ExecutionError(f"None of {len(self.rows)} plans could be run: {reasons}.")
+            raise ExecutionError(
+                f"None of {len(self.rows)} plans could be run: {_reasons(self.rows)}."
+            )
         return ranked[0]
 
     @property
@@ -200,6 +202,15 @@ def _too_close(rows: Sequence[Row]) -> list[int]:
     if rival is None or (rival.measured_ns or 0) > CLEAR_LEAD * (best.measured_ns or 0):
         return []
     return [k for row in (rival, best) for k, other in enumerate(rows) if other is row]
+
+
+def _reasons(rows: Sequence[Row]) -> str:
+    """Why plans did not run, each reason once."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        reason = row.measurement.error.removesuffix(RETRY).strip().rstrip(".")
+        names.setdefault(reason, []).append(row.name)
+    return "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:

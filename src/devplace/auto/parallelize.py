@@ -28,6 +28,7 @@ from devplace.machine.detect import num_cores
 from devplace.placers import Placer
 from devplace.plan import Plan
 from devplace.run.compile import Step, compile_step
+from devplace.run.cpu import RETRY
 from devplace.run.planned import check_plan
 from devplace.run.schedule import is_cpu
 
@@ -189,10 +190,12 @@ class _Job:
             except (ExecutionError, RuntimeError, MemoryError) as error:
                 if not isinstance(error, ExecutionError) and not is_out_of_memory(error):
                     raise
-                failures.append(f"{candidate.name} did not run in this process: {error}")
+                why = str(error).removesuffix(RETRY).strip()
+                failures.append(f"{candidate.name} did not run in this process: {why}")
                 _free()
                 continue
             notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
+            notes += in_eval_mode(graph)
             return ParallelStep(
                 step, candidate.plan, graph, choice.confirmation, measured_ns, notes
             )
@@ -249,6 +252,16 @@ def few_cores(plan: Plan) -> tuple[str, ...]:
     return (
         f"each of {gpus} GPUs is fed by a thread of its own, but this process may use {cores} "
         f"core{'s' if cores > 1 else ''}: GPUs may run dry. Give it a core for each GPU",
+    )
+
+
+def in_eval_mode(graph: OpGraph) -> tuple[str, ...]:
+    """A note where a model in eval mode is trained, as it is asked; else nothing."""
+    if graph.meta["mode"] != "train" or graph.meta["training"]:
+        return ()
+    return (
+        "the model is trained in eval mode, as it was given: no dropout, and batch norm uses its "
+        "running statistics. If that is not meant, call model.train() first",
     )
 
 

@@ -25,6 +25,7 @@ class Binding:
             `input` the index among the flattened example inputs (torch pytree order).
         value: For `constant` the tensor itself; for others nothing (parameters and buffers are read
             from the model).
+        strides: Of the tensor at capture; None if they are not known.
     """
 
     op: int
@@ -32,6 +33,7 @@ class Binding:
     key: str
     slot: str | int = ""
     value: Any = None
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class Program:
         output_spec: torch pytree spec of the model's output (inference), else None.
         output_leaves: For each leaf of the output: index into results, or a `Constant`.
         training: Whether the model was in training mode at capture.
+        modes: Module name -> whether it was in training mode.
+        trainable: Name of each parameter that the step's gradients are about -> whether it
+            required gradients.
         buffers_shared: Other names of the same tensor (tied weights): name -> first name.
         device: torch device type of the capture (`cpu`, `cuda`).
         optimizer: The optimizer given to capture; used when a step is compiled without one.
@@ -79,6 +84,8 @@ class Program:
     output_spec: Any = None
     output_leaves: tuple[int | Constant, ...] = ()
     training: bool = True
+    modes: Mapping[str, bool] = field(default_factory=dict)
+    trainable: Mapping[str, bool] = field(default_factory=dict)
     buffers_shared: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     optimizer: Any = None

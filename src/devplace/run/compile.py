@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.utils._pytree as pytree
 
-from devplace.errors import ExecutionError, PlanMismatchError
+from devplace.errors import ExecutionError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
+from devplace.run.captured import CapturedFacts
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import StepOutcome
 from devplace.run.executors import Executor, make_executor
@@ -97,6 +99,7 @@ class Step:
         self._optimizer = optimizer
         self._graph = graph
         self._state = ModelState(graph, model, optimizer, invent_seed)
+        self._lock = threading.RLock()
         self.load()
 
     @property
@@ -111,11 +114,13 @@ class Step:
             PlanMismatchError: They differ in name, shape or dtype from the captured ones.
             InputError: The model has no values.
         """
-        values = self._state.read()
-        self._steps_since_capture = self._state.steps_since_capture()
-        for op, value in values.items():
-            self.executor.put(op, value)
-        self._lost_by = ""
+        with self._lock:
+            values = self._state.read()
+            self._facts = CapturedFacts(self._graph.program, self._state.model)
+            self._steps_since_capture = self._state.steps_since_capture()
+            for op, value in values.items():
+                self.executor.put(op, value)
+            self._lost_by = ""
 
     def sync(self) -> None:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
@@ -126,8 +131,9 @@ class Step:
             InputError: The model is on the meta device and cannot hold values.
             ExecutionError: A step failed and took the state with it; nothing is written.
         """
-        self._check_state()
-        self._state.write(self.executor.get, self._steps_since_capture)
+        with self._lock:
+            self._check_state()
+            self._state.write(self.executor.get, self._steps_since_capture)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -141,7 +147,8 @@ class Step:
 
         Raises:
             InputError: A tensor of the batch has another shape or dtype than captured.
-            PlanMismatchError: The model is in another mode (train or eval) than captured.
+            PlanMismatchError: The model, or a part of it, is in another mode (train or eval) than
+                captured, or other parameters require gradients.
             ExecutionError: An op failed. On CPU devices the state is as before the step; on GPUs
                 it is lost, and nothing but `load` is possible.
         """
@@ -152,9 +159,16 @@ class Step:
         return _rebuild_output(self._graph, outcome)
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
-        """Run one step and return everything it gave, with the timeline if `is_timed`."""
+        """Run one step and return everything it gave, with the timeline if `is_timed`.
+
+        Calls from several threads are done one after another.
+        """
+        with self._lock:
+            return self._run(args, kwargs)
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         self._check_state()
-        self._check_mode()
+        self._facts.check()
         number = self._steps_since_capture + 1
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
@@ -184,15 +198,6 @@ class Step:
             raise ExecutionError(
                 "Parameters and state were lost with a step that failed, so nothing can be run or "
                 f"synced: {first}. Call step.load() to start again from the model's values."
-            )
-
-    def _check_mode(self) -> None:
-        captured = self._graph.program.training
-        if self._state.model.training != captured:
-            now, then = ("eval", "train") if captured else ("train", "eval")
-            raise PlanMismatchError(
-                f"The model must be in the mode it was captured in: it is in {now} mode, the step "
-                f"was captured in {then} mode. Call model.{then}(), or capture again in {now} mode."
             )
 
 

@@ -29,6 +29,23 @@ def pack_tensor(value: Any) -> Any:
     return _copied(value, gap=0)
 
 
+def laid_out(value: Any, strides: Sequence[int] | None) -> Any:
+    """The tensor itself if its strides are these, else a copy with dimensions in their order.
+
+    A captured view may only work in the layout of the capture: what was a `reshape` in the model
+    is a view there. The copy has no gaps, and repeats nothing.
+    """
+    if strides is None or tuple(value.stride()) == tuple(strides):
+        return value
+    dense = None if 0 in strides else shrunk_strides(value.shape, strides, gap=0)
+    if dense is None:
+        return value.contiguous()
+    if tuple(value.stride()) == tuple(dense):
+        return value
+    copied = torch.empty_strided(value.shape, dense, dtype=value.dtype, device=value.device)
+    return copied.copy_(value.detach())
+
+
 def _copied(value: Any, gap: int) -> Any:
     if value.is_contiguous():
         return value.clone()

@@ -18,6 +18,8 @@ from devplace.run.schedule import Schedule, stored_sources
 from devplace.run.timeline import MeasuredTimeline, make_timeline
 from devplace.run.workers import Workers
 
+RETRY = "Nothing of this step was applied; correct the cause and step again."
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -269,7 +271,7 @@ class _StepRun:
 
     def _advice(self) -> str:
         if self._executor._keeps_old_state:
-            return "Nothing of this step was applied; correct the cause and step again."
+            return RETRY
         return "The old state was not kept; load it again before the next step."
 
 

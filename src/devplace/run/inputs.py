@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call, flatten_batch, leaf_names, open_dataclasses
+from devplace.run.copies import laid_out
 
 
 def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
-    """Tensors of a batch by source op.
+    """Tensors of a batch by source op, laid out in memory as at capture.
 
     Args:
         graph: The captured step.
@@ -30,20 +32,22 @@ def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if program.input_spec is not None and spec != program.input_spec:
         raise InputError(
             f"Inputs must be nested as at capture: got {_describe(spec)}, expected "
-            f"{_describe(program.input_spec)}. Pass the batch as you did to capture."
+            f"{_describe(program.input_spec)}{_first_difference(spec, program.input_spec)}. Pass "
+            f"the batch as you did to capture."
         )
     values = {}
     for binding in program.bindings:
         if binding.kind == "input":
             value = leaves[int(binding.slot)]
             _check(graph, binding.op, binding.key, value)
-            values[binding.op] = value
+            values[binding.op] = laid_out(value, binding.strides)
     for index, fixed in program.input_constants.items():
         if type(leaves[index]) is not type(fixed) or leaves[index] != fixed:
             name = _leaf_name(args, kwargs, index)
             raise InputError(
                 f"Inputs that are not tensors are fixed at capture: {name!r} is "
-                f"{leaves[index]!r}, captured with {fixed!r}. Capture again for this value."
+                f"{_shown(leaves[index])}, captured with {_shown(fixed)}. Capture again for this "
+                f"value."
             )
     return values
 
@@ -71,26 +75,61 @@ def bind_scalars(
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple[list[Any], Any]:
-    found = flatten_batch(tuple(args), _in_captured_order(kwargs, spec))
+    found = _flatten_as(args, kwargs, spec)
     if found[1] != spec and len(args) == 1 and not kwargs:
-        whole_args, whole_kwargs = as_call(args[0])
-        whole = flatten_batch(whole_args, _in_captured_order(whole_kwargs, spec))
+        whole = _flatten_as(*as_call(args[0]), spec)
         return whole if whole[1] == spec else found
     return found
+
+
+def _flatten_as(args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple[list[Any], Any]:
+    opened = open_dataclasses((tuple(args), dict(kwargs)))
+    if spec is not None:
+        opened = _in_captured_order(opened, spec)
+    return flatten_batch(*opened)
+
+
+def _in_captured_order(tree: Any, spec: Any) -> Any:
+    """Dicts may have their keys in any order; torch's pytree keeps the order it finds."""
+    if type(tree) is not spec.type:
+        return tree
+    children = spec.children()
+    if isinstance(tree, dict):
+        names = list(spec.context) if isinstance(spec.context, list) else []
+        if set(names) != set(tree):
+            return tree
+        pairs = zip(names, children, strict=True)
+        return type(tree)((name, _in_captured_order(tree[name], child)) for name, child in pairs)
+    if type(tree) in (tuple, list) and len(tree) == len(children):
+        return type(tree)(map(_in_captured_order, tree, children))
+    return tree
+
+
+def _shown(value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"a tensor of shape {list(value.shape)}" if is_tensor else repr(value)
+
+
+def _first_difference(spec: Any, expected: Any) -> str:
+    """Names the first input that only one of two nestings has."""
+    mine, theirs = (_names(each) for each in (spec, expected))
+    for what, names, others in (("without", theirs, mine), ("with", mine, theirs)):
+        for name in names:
+            if name not in others:
+                return f", {what} {name!r}"
+    return ", in other containers (tuple, list, dict)" if len(mine) == len(theirs) else ""
+
+
+def _names(spec: Any) -> list[str]:
+    args, kwargs = pytree.tree_unflatten([0] * spec.num_leaves, spec)
+    trees = [*((str(k), arg) for k, arg in enumerate(args)), *kwargs.items()]
+    return [name for key, tree in trees for name in leaf_names(key, open_dataclasses(tree))]
 
 
 def _leaf_name(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> str:
     opened_args, opened_kwargs = open_dataclasses((tuple(args), dict(kwargs)))
     trees = [*((str(k), arg) for k, arg in enumerate(opened_args)), *opened_kwargs.items()]
     return [name for key, tree in trees for name in leaf_names(key, tree)][index]
-
-
-def _in_captured_order(kwargs: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-    """Named inputs may come in any order; torch's pytree keeps the order it finds."""
-    names = [] if spec is None else list(spec.children()[1].context or ())
-    if set(names) != set(kwargs):
-        return dict(kwargs)
-    return {name: kwargs[name] for name in names}
 
 
 def _check(graph: OpGraph, op: int, name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import OpGraph
 from devplace.graph.capture.refuse import unwrap
 from devplace.graph.program import Binding
+from devplace.run.copies import laid_out
 
 STORED_KINDS = ("parameter", "buffer", "state", "constant")
 
@@ -46,7 +47,8 @@ class ModelState:
         """Present value per source op; optimizer state not created yet reads as zeros.
 
         Returns:
-            Source op -> tensor (the user's own, not a copy), without inputs and scalars.
+            Source op -> tensor, without inputs and scalars: the user's own, or a copy if it is not
+            laid out in memory as at capture.
 
         Raises:
             PlanMismatchError: Something is missing or has another shape or dtype than captured.
@@ -57,12 +59,14 @@ class ModelState:
 
     def present(self) -> dict[int, Any]:
         """As `read`, but what is on the meta device is given as it is."""
+        self._check_optimizer()
         tensors = self._named_tensors()
         values = {}
         for binding in self._graph.program.bindings:
             if binding.kind in STORED_KINDS:
-                values[binding.op] = self._value(binding, tensors)
-                self._check(binding, values[binding.op])
+                value = self._value(binding, tensors)
+                self._check(binding, value)
+                values[binding.op] = laid_out(value, binding.strides)
         return values
 
     @property

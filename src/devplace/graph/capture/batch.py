@@ -107,13 +107,23 @@ def flatten_batch(
 
 
 def check_leaf(leaf: Any, what: str) -> None:
-    """Refuse a container that hides tensors from torch's pytree.
+    """Refuse arrays, data loaders, and containers that hide tensors from torch's pytree.
 
     Raises:
-        CaptureError: Says how to register the class.
+        CaptureError: Says how to register the class, convert the array, or take a batch.
     """
     if isinstance(leaf, (torch.Tensor, *_PLAIN)):
         return
+    if hasattr(leaf, "__next__") or hasattr(leaf, "batch_sampler"):
+        raise CaptureError(
+            f"{what} must be one batch, got a {type(leaf).__name__}. Take one out of it: "
+            f"next(iter(loader))."
+        )
+    if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
+        raise CaptureError(
+            f"{what} must be tensors: one is of class {type(leaf).__module__}."
+            f"{type(leaf).__name__}. Convert it with torch.as_tensor."
+        )
     inside = list(getattr(leaf, "__dict__", {}).values())
     inside += [getattr(leaf, n, None) for n in getattr(type(leaf), "__slots__", ())]
     found = pytree.tree_leaves(inside) + (list(leaf) if isinstance(leaf, (set, frozenset)) else [])

@@ -20,6 +20,7 @@ from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.refuse import (
     explain,
     refuse_hidden_state,
+    refuse_hooks,
     refuse_recomputed_random,
     unwrap,
 )
@@ -119,6 +120,8 @@ def _request(
 ) -> Request:
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
+    if update is not None:
+        refuse_hooks(sources.parameters, optimizer)
     _check_options(update, clip_grad_norm, autocast)
     without_update = "inference" if loss_fn is None else "eval-loss"
     mode = "train" if update is not None else without_update

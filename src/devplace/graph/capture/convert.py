@@ -18,7 +18,7 @@ from devplace.graph.capture.analysis import (
     view_bases,
 )
 from devplace.graph.capture.refuse import describe_place, own_generator, refuse_written_input
-from devplace.graph.capture.step import Input, Output, Step, source_name
+from devplace.graph.capture.step import Input, Output, Request, Step, source_name
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program
 
@@ -225,7 +225,10 @@ def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str,
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             entry, value = entries[len(bindings)], values[len(bindings)]
-            bindings.append(Binding(len(builder.ops), entry.kind, entry.key, entry.slot, value))
+            strides = tuple(node.meta["val"].stride())
+            bindings.append(
+                Binding(len(builder.ops), entry.kind, entry.key, entry.slot, value, strides)
+            )
             builder.source(node, entry)
         elif node.op == "call_function":
             builder.call(node)
@@ -267,10 +270,24 @@ def _program(
         output_spec=step.output_spec,
         output_leaves=step.output_leaves,
         training=bool(meta["training"]),
+        modes={n: module.training for n, module in request.model.named_modules()},
+        trainable=_trainable(request),
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,
         optimizer=request.optimizer,
     )
+
+
+def _trainable(request: Request) -> dict[str, bool]:
+    """Whether gradients are required, by parameter: the optimizer's, all if they are clipped."""
+    if request.update is None:
+        return {}
+    takes_all = request.clip_grad_norm is not None
+    return {
+        name: parameter.requires_grad
+        for name, parameter in request.sources.parameters.items()
+        if takes_all or name in request.update.rules
+    }
 
 
 def _no_scalars(step: int, param_groups: Any = None) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,8 +27,13 @@ def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> Los
         raise CaptureError(
             f"loss_fn must be a function of (model, *inputs) or a torch loss, got {loss_fn!r}."
         )
+    if isinstance(loss_fn, type):
+        raise CaptureError(
+            f"loss_fn must be a function or an instance, got the class {loss_fn.__name__}. Pass "
+            f"{loss_fn.__name__}()."
+        )
     if not _is_torch_loss(loss_fn):
-        return lambda *args, **kwargs: loss_fn(model, *args, **kwargs)
+        return lambda *args, **kwargs: _own_loss(loss_fn, model, args, kwargs)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         if not args:
@@ -37,6 +44,45 @@ def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> Los
         return loss_fn(model(*args[:-1], **kwargs), args[-1])
 
     return apply
+
+
+def _own_loss(
+    loss_fn: Callable[..., Any],
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What a function of the user's returns; says so if it is one of the model's output."""
+    try:
+        inspect.signature(loss_fn).bind(model, *args, **kwargs)
+    except TypeError as error:
+        raise _not_of_model(str(error), len(args), kwargs) from None
+    except ValueError:  # a builtin without a signature
+        pass
+    try:
+        return loss_fn(model, *args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        if type(model).__name__ in str(error) and not _was_called(error.__traceback__):
+            raise _not_of_model(str(error), len(args), kwargs) from None
+        raise
+
+
+def _was_called(traceback: TracebackType | None) -> bool:
+    """Whether an error came out of a module's forward pass."""
+    while traceback is not None:
+        if traceback.tb_frame.f_code is torch.nn.Module._call_impl.__code__:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _not_of_model(what: str, num_args: int, kwargs: Mapping[str, Any]) -> CaptureError:
+    names = [*(f"input {k}" for k in range(num_args)), *kwargs]
+    return CaptureError(
+        f"A loss function of your own is called as loss_fn(model, {', '.join(names)}), with the "
+        f"model, not its output: {what.splitlines()[0]}. Write loss_fn=lambda model, x, y: "
+        f"my_loss(model(x), y)."
+    )
 
 
 def _is_torch_loss(loss_fn: Callable[..., Any]) -> bool:
@@ -92,3 +138,23 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(()) if tensor.ndim else tensor
+
+
+def refuse_reentrant(loss: torch.Tensor) -> None:
+    """Refuse re-entrant activation checkpointing: its parameters would get no gradients.
+
+    Raises:
+        CaptureError: It is on the way from the loss back to some tensor.
+    """
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise CaptureError(
+                "Activation checkpointing must not be re-entrant: a part of the model is run by "
+                "torch.utils.checkpoint with use_reentrant=True. Pass use_reentrant=False."
+            )
+        todo += [after for after, _ in node.next_functions]

@@ -198,10 +198,12 @@ class Update:
     Attributes:
         kind: `SGD`, `Adam` or `AdamW`.
         rules: Parameter name -> rule.
+        num_groups: Parameter groups of the optimizer.
     """
 
     kind: str
     rules: Mapping[str, UpdateRule]
+    num_groups: int
 
     def scalar_names(self, parameters: Sequence[str]) -> list[str]:
         """Names of the scalars the update of these parameters needs, in a fixed order."""
@@ -224,10 +226,9 @@ class Update:
             CaptureError: Another number of groups, or a changed option that is fixed in the graph.
         """
         values: dict[str, float] = {}
-        count = 1 + max((r.group for r in self.rules.values()), default=-1)
-        if param_groups is not None and len(param_groups) < count:
+        if param_groups is not None and len(param_groups) != self.num_groups:
             raise CaptureError(
-                f"The optimizer must keep its parameter groups: captured {count}, now "
+                f"The optimizer must keep its parameter groups: captured {self.num_groups}, now "
                 f"{len(param_groups)}. Capture again."
             )
         for rule in {(r.group, r.start): r for r in self.rules.values()}.values():
@@ -273,7 +274,7 @@ def make_update(
                 raise CaptureError(f"Complex parameters are not supported: {name!r}. Freeze it.")
             start = _steps_taken(optimizer.state.get(param, {}))
             rules[name] = UpdateRule(kind, index, start, options)
-    return Update(type(optimizer).__name__, _with_cohorts(rules))
+    return Update(type(optimizer).__name__, _with_cohorts(rules), len(optimizer.param_groups))
 
 
 def _with_cohorts(rules: Mapping[str, UpdateRule]) -> dict[str, UpdateRule]:

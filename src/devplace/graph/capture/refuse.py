@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -74,6 +75,11 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
         )
     if "torch._C.Generator" in text:  # torch 2.11; later ones make it an attribute of the graph
         return own_generator(where)
+    if "backward through the graph a second time" in text:
+        return CaptureError(
+            "Backward and the update belong to the step: the loss function runs backward itself. "
+            "Let loss_fn return the loss alone."
+        )
     first = text.strip().splitlines()[0].rstrip(".") if text.strip() else "no message"
     return CaptureError(
         f"The step failed while it was captured at {where}: {name}: {first}. Check that it runs "
@@ -129,6 +135,27 @@ def locate(
             module, owner = tagger.module_names[id(self)], self
         traceback = traceback.tb_next
     return module, line, owner
+
+
+def refuse_hooks(parameters: Mapping[str, torch.Tensor], optimizer: Any) -> None:
+    """Refuse hooks that a captured step would not call; those of modules are captured.
+
+    Raises:
+        CaptureError: A parameter or the optimizer has one.
+    """
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"Gradient hooks on parameters cannot be captured: parameter {name!r} has one. "
+                f"Remove it, and change the gradient in the loss function or by a hook of a "
+                f"module; clip_grad_norm clips all gradients."
+            )
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(getattr(optimizer, each, None) for each in hooks):
+        raise CaptureError(
+            f"Hooks of an optimizer's step cannot be captured: this {type(optimizer).__name__} has "
+            f"one. Remove it, and call what it does after each step."
+        )
 
 
 def refuse_recomputed_random(tagger: Tagger) -> None:

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
-from devplace.graph.capture.loss import split_loss
+from devplace.graph.capture.loss import refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
 from devplace.graph.capture.tags import Tagger
@@ -213,6 +213,7 @@ class Step:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
+        refuse_reentrant(loss)
         return loss, weight
 
     def _infer(self, inputs: dict[int, torch.Tensor]) -> Tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sys
 import warnings
@@ -62,8 +63,9 @@ def _numpy_state(numpy_random: Any) -> Any:
 def trace_settings(device_type: str) -> Iterator[None]:
     """Trace without cuDNN and oneDNN, so that norms and LSTMs are ops every device has.
 
-    Functions under torch.compile run eagerly, and a surrounding `with torch.device("meta")`, under
-    which the model was made, does not reach the step.
+    Functions under torch.compile run eagerly, a surrounding `with torch.device("meta")`, under
+    which the model was made, does not reach the step, and torch's anomaly mode, which reads values,
+    is off. What fails is told by an error, not by tracebacks in torch's log.
     """
     was = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
     with contextlib.ExitStack() as stack:
@@ -75,6 +77,8 @@ def trace_settings(device_type: str) -> Iterator[None]:
             stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         if torch.get_default_device().type == "meta":
             stack.enter_context(torch.device(device_type))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(_silent("torch._subclasses.fake_tensor"))
         torch._C._set_cudnn_enabled(False)
         torch._C._set_mkldnn_enabled(False)
         try:
@@ -82,6 +86,18 @@ def trace_settings(device_type: str) -> Iterator[None]:
         finally:
             torch._C._set_cudnn_enabled(was[0])
             torch._C._set_mkldnn_enabled(was[1])
+
+
+@contextlib.contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Nothing is written to a logger."""
+    logger = logging.getLogger(name)
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def refuse_host_random(run: Callable[[], Any], tagger: Tagger, model: torch.nn.Module) -> None:
