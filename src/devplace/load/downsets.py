@@ -28,6 +28,11 @@ class Downsets:
         rows = self.members[:at]
         return np.flatnonzero(~(rows & ~self.members[at]).any(axis=1))
 
+    def above(self, at: int) -> NDArray[np.int64]:
+        """Rows of the proper supersets of row `at`."""
+        rows = self.members[at + 1 :]
+        return at + 1 + np.flatnonzero(~(self.members[at] & ~rows).any(axis=1))
+
 
 def make_downsets(num_nodes: int, edge_src: I32, edge_dst: I32, limit: int) -> Downsets:
     """All down-sets if there are at most `limit`, else the prefixes of one topological order.

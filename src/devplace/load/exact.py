@@ -68,8 +68,11 @@ def solve_exactly(
     return ExactAnswer(device, bound, "optimal" if status == cp.OPTIMAL else "feasible")
 
 
-def bin_packing(items: Items, seconds: float, threads: int, seed: int) -> ExactAnswer:
+def bin_packing(items: Items, seconds: float | None, threads: int, seed: int) -> ExactAnswer:
     """Any placement within memory, or the proof that there is none.
+
+    Args:
+        seconds: Time it may take; None: as much work as CP-SAT counts as 5 s.
 
     Raises:
         InputError: OR-Tools is not installed.
@@ -77,7 +80,10 @@ def bin_packing(items: Items, seconds: float, threads: int, seed: int) -> ExactA
     cp = cp_model()
     model = _Model(cp, items, 0, None, only_memory=True)
     solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, seconds)
+    if seconds is None:
+        solver.parameters.max_deterministic_time = 5.0
+    else:
+        solver.parameters.max_time_in_seconds = max(0.01, seconds)
     solver.parameters.num_workers = max(1, threads)
     solver.parameters.random_seed = seed % 2**31
     status = solve(solver, model.model)

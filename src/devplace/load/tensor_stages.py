@@ -17,6 +17,8 @@ Reals = NDArray[np.float64]
 PS_PER_S = 1e12
 MAX_DOWNSETS = 400  # pairs of them are tried with each kind of parallelism: about a minute
 NEVER = 2**31 - 1
+_HAIR = 1e-12  # sums in another order differ by less
+_MOST_ENTRIES = 3 * 10**7
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class TensorStage:
 class TensorStageSolution:
     """Stages in pipeline order; None where nothing fits. Values are seconds per sample.
 
-    `status` is `optimal` (to the precision asked for) where all places to cut were tried and every
+    `status` is `optimal` (to a part in 10^12) where all places to cut were tried and every
     choice of variants was exact; else `feasible`, `infeasible` or `unknown`.
     """
 
@@ -120,14 +122,23 @@ class TensorStageSolution:
 
 
 def solve_tensor_stages(
-    problem: TensorStageProblem, max_downsets: int = MAX_DOWNSETS, precision: float = 1e-7
+    problem: TensorStageProblem,
+    max_downsets: int = MAX_DOWNSETS,
+    precision: float = 1e-7,
+    seconds: float = 60.0,
 ) -> TensorStageSolution:
-    """Smallest largest stage time, to a relative `precision`.
+    """Smallest largest stage time.
+
+    Limits are tried until value and bound are within a relative `precision`, then just below the
+    value until nothing is found there. After `seconds` what was found by then is returned; with
+    less than a minute there are fewer places to cut from the start.
 
     Raises:
-        ProblemError: The graph has a cycle.
+        ProblemError: The graph has a cycle, or the table of devices is too large.
     """
     began = time.monotonic()
+    fewer = int(max_downsets * min(1.0, seconds / 60) ** 0.5)
+    max_downsets = max(fewer, min(max_downsets, len(problem.variants) + 1))
     sets = make_downsets(
         len(problem.variants),
         np.array(problem.edge_src, np.int32),
@@ -140,28 +151,29 @@ def solve_tensor_stages(
         sure = sets.complete and not table.traded
         status = "infeasible" if sure or table.never_fits() else "unknown"
         return TensorStageSolution(None, None, table.bound(), status, time.monotonic() - began)
-    best, low, value = _narrow(table, best, precision)
+    best, low, value = _narrow(table, best, precision, began + seconds)
     exact = sets.complete and not table.traded
     bound = min(value, low) if exact else table.bound()
-    status = "optimal" if exact else "feasible"
+    status = "optimal" if exact and value <= low else "feasible"
     return TensorStageSolution(tuple(best), value, bound, status, time.monotonic() - began)
 
 
 def _narrow(
-    table: _Table, best: list[TensorStage], precision: float
+    table: _Table, best: list[TensorStage], precision: float, deadline: float
 ) -> tuple[list[TensorStage], float, float]:
-    """Stages, a value that cannot be reached, and the value reached, close together.
+    """Stages, what no stages are below, and the value reached: the same, if time allows.
 
     The limit grows from the bound until it can be kept: small limits are quick to refute.
     """
     low = table.bound()
     value = max(stage.seconds_per_sample for stage in best)
-    step = low * 0.05
-    while value > low * (1 + precision):
-        limit = min((low + value) / 2, low + step)
+    step = max(low * 0.05, value * 1e-6)
+    while value > low and time.monotonic() < deadline:
+        is_close = value <= low * (1 + precision)
+        limit = value * (1 - _HAIR) if is_close else min((low + value) / 2, low + step)
         better = table.plan(limit)
         if better is None:
-            low, step = limit, step * 2
+            low, step = (value if is_close else limit), step * 2
             continue
         best, step = better, np.inf
         value = max(stage.seconds_per_sample for stage in best)
@@ -214,10 +226,17 @@ class _Table:
 
     def __init__(self, problem: TensorStageProblem, sets: Downsets) -> None:
         self.problem, self.sets = problem, sets
+        self.in_flight = min(problem.num_devices, problem.batch)  # at most, in all stages
+        if (self.in_flight + 1) * len(sets.members) > _MOST_ENTRIES:
+            raise ProblemError(
+                f"{problem.num_devices} devices, a batch of {problem.batch} and "
+                f"{len(sets.members)} places to cut are more than {_MOST_ENTRIES} entries of the "
+                f"programme. Use fewer devices."
+            )
         self.traded = False  # variants of some stage may not be the best that fit
         self.degrees = [
             d
-            for d in range(1, min(problem.num_devices, problem.batch) + 1)
+            for d in range(1, self.in_flight + 1)
             if problem.batch % d == 0
         ]
         self.stages = [
@@ -257,9 +276,9 @@ class _Table:
     def _outline(self, key: tuple[int, int, int]) -> _Outline:
         problem, degree = self.problem, np.array(self.degrees, np.float64)
         rate = 4.0 * (degree - 1) / degree / problem.batch / problem.bandwidth
-        in_flight = np.arange(1, problem.num_devices + 1, dtype=np.float64)
+        in_flight = np.arange(1, self.in_flight + 1, dtype=np.float64)
         total, per_sample, fixed = (np.zeros(len(degree)) for _ in range(3))
-        least = np.zeros(problem.num_devices)
+        least = np.zeros(self.in_flight)
         for row in self.parts[key]:
             parts = np.array(row)
             times = parts[:, :1] / degree + rate * parts[:, 1:2]
@@ -317,7 +336,7 @@ class _Table:
     def _fits(self, key: tuple[int, int, int], outline: _Outline, at: int, limit: float) -> int:
         """Most samples in flight with which a stage keeps within `limit`; 0: none."""
         d = self.degrees[at]
-        most = -(-min(self.problem.num_devices, self.problem.batch) // d)
+        most = -(-self.in_flight // d)
         low = min(most, int(outline.fastest_samples[at])) if outline.fastest[at] <= limit else 0
         high = max(0, low, min(most, outline.most_samples))
         if limit == np.inf:
@@ -337,7 +356,7 @@ class _Table:
         `s`; built from the last stage to the first.
         """
         k, count = self.problem.num_devices, len(self.sets.members)
-        most = min(k, self.problem.batch)  # samples in flight are those of one batch
+        most = self.in_flight
         devices = np.full((count, most + 1), NEVER, np.int64)
         came = np.zeros((count, most + 1, 3), np.int64)
         devices[count - 1, 0] = 0
