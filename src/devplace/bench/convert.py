@@ -96,12 +96,13 @@ def round_load(instance: LoadInstance) -> Rounded:
         memory_bytes=limit,
     )
     is_plain = sizes == [node.size_bytes for node in nodes]
-    least = replace(problem, size_bytes=np.maximum(problem.size_bytes - 1, 0), memory_bytes=limit + 1)
+    least = np.maximum(problem.size_bytes - 1, 0)
+    relaxed = replace(problem, size_bytes=least, memory_bytes=limit + 1)
     return Rounded(
         problem,
         per_ms,
         are_times_exact and are_sizes_exact,
-        bool(why_infeasible(make_items(problem if are_sizes_exact else least))),
+        bool(why_infeasible(make_items(problem if are_sizes_exact else relaxed))),
         exponent == 0 and is_plain,
     )
 
@@ -126,7 +127,9 @@ def replicated_problem(instance: PipelineInstance) -> tuple[ReplicatedProblem, F
     nodes, scale = instance.nodes, Fraction(instance.edge_cost_scale)
     edges = np.array(instance.edges, np.int32).reshape(-1, 2)
     parameters = [Fraction(layer.parameter_bytes) for layer in nodes]
-    held = [Fraction(layer.activation_bytes) + p for layer, p in zip(nodes, parameters, strict=True)]
+    held = [
+        Fraction(layer.activation_bytes) + p for layer, p in zip(nodes, parameters, strict=True)
+    ]
     passed = [Fraction(layer.activation_bytes) * (scale or 1) for layer in nodes]
     most = max(sum(parameters), sum(passed), Fraction(1))
     shift = Fraction(2) ** (56 - ceil(most).bit_length())  # bytes to units
@@ -178,11 +181,12 @@ def tensor_stage_problem(instance: VariantInstance) -> tuple[TensorStageProblem,
                 for given in choices
             )
             for degree, choices in node.variants
+            if choices
         }
         for node in instance.nodes
     )
     src, dst, moved = zip(*instance.edges, strict=True) if instance.edges else ((), (), ())
-    widest = max(degree for node in instance.nodes for degree, _ in node.variants)
+    widest = max(max(degrees) for degrees in variants)
     problem = TensorStageProblem(
         variants,
         src,

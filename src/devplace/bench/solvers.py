@@ -154,9 +154,7 @@ def _latency(instance: LoadInstance, effort: Effort) -> Answer:
     if not isinstance(answer.solution, Split) or found.device is None:
         return answer
     k, piece = problem.num_accelerators, pieces(problem, found.device).tolist()
-    block = tuple(
-        int(d) + k * p if d < k else -1 for d, p in zip(found.device, piece, strict=True)
-    )
+    block = tuple(int(d) + k * p if d < k else -1 for d, p in zip(found.device, piece, strict=True))
     return replace(answer, solution=Blocks(answer.solution.device, block))
 
 

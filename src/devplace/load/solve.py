@@ -22,7 +22,7 @@ from devplace.load.starts import simple_starts
 NEVER = int(np.iinfo(np.int64).max)
 MAX_IDEALS = 60_000  # above it, orders instead of all ideals: seconds and 1 GB at 8 devices
 MAX_EXACT_CHOICES = 300_000  # booleans; above it building the model takes longer than it helps
-
+EXACT_CHOICES_PER_S = 60_000  # building the model alone takes this long
 SMALL_CHOICES = 1000  # booleans; below it the search has ended long before its share of time
 
 
@@ -248,6 +248,8 @@ class _Run:
         if not self.exact:
             return
         seconds = share * self._left()
+        if self._choices() > EXACT_CHOICES_PER_S * seconds:
+            return
         if self.device is None:
             self._pack(seconds)
             return

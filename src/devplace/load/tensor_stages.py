@@ -130,8 +130,8 @@ def solve_tensor_stages(
     """Smallest largest stage time.
 
     Limits are tried until value and bound are within a relative `precision`, then just below the
-    value until nothing is found there. After `seconds` what was found by then is returned; with
-    less than a minute there are fewer places to cut from the start.
+    value until nothing is found there. That takes at most `seconds`, besides the table of stages,
+    which with less than a minute has fewer places to cut.
 
     Raises:
         ProblemError: The graph has a cycle, or the table of devices is too large.
@@ -151,7 +151,7 @@ def solve_tensor_stages(
         sure = sets.complete and not table.traded
         status = "infeasible" if sure or table.never_fits() else "unknown"
         return TensorStageSolution(None, None, table.bound(), status, time.monotonic() - began)
-    best, low, value = _narrow(table, best, precision, began + seconds)
+    best, low, value = _narrow(table, best, precision, time.monotonic() + seconds)
     exact = sets.complete and not table.traded
     bound = min(value, low) if exact else table.bound()
     status = "optimal" if exact and value <= low else "feasible"
@@ -234,11 +234,7 @@ class _Table:
                 f"programme. Use fewer devices."
             )
         self.traded = False  # variants of some stage may not be the best that fit
-        self.degrees = [
-            d
-            for d in range(1, self.in_flight + 1)
-            if problem.batch % d == 0
-        ]
+        self.degrees = [d for d in range(1, self.in_flight + 1) if problem.batch % d == 0]
         self.stages = [
             (low, high, t)
             for high in range(1, len(sets.members))
@@ -288,7 +284,8 @@ class _Table:
             fixed += parts[best, 3]
             least += np.min(parts[:, 2:3] * in_flight + parts[:, 3:4], axis=0)
         free = problem.memory_bytes - fixed
-        fits = np.where(free >= 0, free / np.maximum(per_sample, 1e-300), -1.0)
+        with np.errstate(over="ignore"):  # what holds nothing per sample: infinitely many
+            fits = np.where(free >= 0, free / np.maximum(per_sample, 1e-300), -1.0)
         samples = np.minimum(np.floor(fits * (1 - 1e-12)), problem.num_devices).astype(np.int64)
         return _Outline(total, samples, int((least <= problem.memory_bytes).sum()))
 
