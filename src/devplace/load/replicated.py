@@ -16,6 +16,7 @@ from devplace.load.solve import NEVER
 PS_PER_S = 10**12
 MAX_DOWNSETS = 6000  # pairs of them are tried: some seconds
 MOST_PS = 2.0**60  # 13 days; one stage on one device takes less
+FEWEST_DOWNSETS = 300
 STEPS_PER_S = 1e8  # entries of the programme, on one core of 2020
 STEPS_PER_TURN = 5000  # what a row and a number of replicas cost, however few entries
 
@@ -197,12 +198,14 @@ def _places(problem: ReplicatedProblem, most: int, seconds: float) -> tuple[Down
 
     def is_too_much(rows: int, k: int) -> bool:
         turns = 1 if problem.straight else k
-        steps = rows**2 / 2 * (k if problem.straight else k**2 / 2) + STEPS_PER_TURN * rows * turns
+        shares = k if problem.straight else k**2 / 2
+        steps = rows**2 / 2 * (shares + count / 16) + STEPS_PER_TURN * rows * turns
         return steps > seconds * STEPS_PER_S
 
     rows = most
-    while rows > count + 1 and is_too_much(rows, k):
-        rows = max(count + 1, rows * 4 // 5)
+    least = min(count + 1, FEWEST_DOWNSETS)
+    while rows > least and is_too_much(rows, k):
+        rows = max(least, rows * 4 // 5)
     sets = make_downsets(count, problem.edge_src, problem.edge_dst, rows)
     group = 1
     while not problem.straight and 2 * group <= k and is_too_much(len(sets.members), k // group):

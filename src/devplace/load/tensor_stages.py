@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ Reals = NDArray[np.float64]
 PS_PER_S = 1e12
 MAX_DOWNSETS = 400  # pairs of them are tried with each kind of parallelism: about a minute
 NEVER = 2**31 - 1
+SECONDS_PER_PART = 25e-6  # of a node in a stage: the table has N * downsets^2 / 6 of them
 _HAIR = 1e-12  # sums in another order differ by less
 _MOST_ENTRIES = 3 * 10**7
 
@@ -138,7 +139,9 @@ def solve_tensor_stages(
     """
     began = time.monotonic()
     fewer = int(max_downsets * min(1.0, seconds / 60) ** 0.5)
-    max_downsets = max(fewer, min(max_downsets, len(problem.variants) + 1))
+    count = len(problem.variants)
+    in_time = int((6 * (seconds + 2) / (count * SECONDS_PER_PART)) ** 0.5)
+    max_downsets = max(2, min(in_time, max(fewer, min(max_downsets, count + 1))))
     sets = make_downsets(
         len(problem.variants),
         np.array(problem.edge_src, np.int32),
@@ -226,6 +229,10 @@ class _Table:
 
     def __init__(self, problem: TensorStageProblem, sets: Downsets) -> None:
         self.problem, self.sets = problem, sets
+        self.edges_at: list[list[tuple[int, int, float]]] = [[] for _ in problem.variants]
+        for edge in zip(problem.edge_src, problem.edge_dst, problem.edge_bytes, strict=True):
+            for end in edge[:2]:
+                self.edges_at[end].append(edge)
         self.in_flight = min(problem.num_devices, problem.batch)  # at most, in all stages
         if (self.in_flight + 1) * len(sets.members) > _MOST_ENTRIES:
             raise ProblemError(
@@ -260,11 +267,11 @@ class _Table:
     def _parts(self, low: int, high: int, t: int) -> list[list[tuple[float, float, float, float]]]:
         """Per node and variant: time that `d` divides, parameter bytes, A, B."""
         nodes = self._nodes(low, high)
-        parts = []
+        inside, parts = set(nodes), []
         for node in nodes:
             row = []
             for v in self.problem.variants[node][t]:
-                divided, _ = evaluate_stage_node(self.problem, node, v, set(nodes))
+                divided, _ = evaluate_stage_node(self.problem, node, v, inside, self.edges_at[node])
                 row.append((divided, v.parameter_bytes, v.bytes_per_sample, v.fixed_bytes))
             parts.append(row)
         return parts
@@ -398,11 +405,18 @@ class _Table:
 
 
 def evaluate_stage_node(
-    problem: TensorStageProblem, node: int, v: Variant, inside: set[int]
+    problem: TensorStageProblem,
+    node: int,
+    v: Variant,
+    inside: set[int],
+    edges: Sequence[tuple[int, int, float]],
 ) -> tuple[float, float]:
-    """Time of a node that replicas share, s, and the bytes it moves out of and into its stage."""
+    """Time of a node that replicas share, s, and the bytes it moves out of and into its stage.
+
+    `edges` are those at the node: producer, consumer, bytes.
+    """
     moved = 0.0
-    for a, b, size in zip(problem.edge_src, problem.edge_dst, problem.edge_bytes, strict=True):
+    for a, b, size in edges:
         if b == node and a not in inside:
             moved += size + v.sync_forward_bytes.get(a, 0.0)
         if a == node and b not in inside:
