@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from devplace.bench.convert import dataflow_problem, load_problem
+from devplace.bench.convert import dataflow_problem, load_problem, round_load
 from devplace.errors import InputError
 from devplace.instances import load_instance, suites
 from devplace.load import loads
@@ -105,12 +105,14 @@ def test_huge_numbers_are_scaled_down(tmp_path):
     assert longest * float(unit) == pytest.approx(1e25, rel=1e-6)
 
 
-def test_memory_is_never_rounded_in_favour(tmp_path):
-    """Sizes go up, the limit down."""
+def test_fractions_of_bytes_count(tmp_path):
+    """A node of 10.2 bytes fits 10.9, and not 10.1; times that do not fit are refused."""
     node = {"id": 0, "cpuLatency": 1.0, "fpgaLatency": 1.0, "size": 10.2}
-    text = files.tarnawski(nodes=[node], edges=[], maxSizePerFPGA=10.9)
-    problem = load_problem(load_instance(files.write(tmp_path, "t.json", text)))
-    assert (problem.size_bytes.tolist(), problem.memory_bytes) == ([11], 10)
+    for limit, fits in ((10.9, True), (10.2, True), (10.1, False)):
+        text = files.tarnawski(nodes=[node], edges=[], maxSizePerFPGA=limit)
+        rounded = round_load(load_instance(files.write(tmp_path, "t.json", text)))
+        assert rounded.is_exact
+        assert (rounded.problem.size_bytes[0] <= rounded.problem.memory_bytes) == fits
     text = files.tarnawski(nodes=[{**node, "fpgaLatency": 1e12}], edges=[])
     with pytest.raises(InputError, match="10\\^9 ms"):
         load_problem(load_instance(files.write(tmp_path, "t.json", text)))

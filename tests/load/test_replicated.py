@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from devplace.errors import ProblemError
 from devplace.load import ReplicatedProblem, evaluate_stages, solve_replicated
+from devplace.load.downsets import make_downsets
 
 
 def random_stages(seed: int) -> ReplicatedProblem:
@@ -88,3 +89,14 @@ def test_malformed_stages_are_refused():
         evaluate_stages(problem, np.array([0, 1]), np.array([1, 1]))
     with pytest.raises(ProblemError, match="goes back"):
         evaluate_stages(problem, np.array([1, 0]), np.array([1, 0]))
+
+
+@pytest.mark.parametrize("count", [40, 400])
+def test_wide_graphs_have_few_places_to_cut(count):
+    """Of nodes without edges there are 2^N down-sets: as many prefixes of an order are taken as
+    are asked for, the empty and the full one among them."""
+    sets = make_downsets(count, np.zeros(0, np.int32), np.zeros(0, np.int32), 30)
+    assert (len(sets.members), sets.complete) == (30, False)
+    assert not sets.members[0].any()
+    assert sets.members[-1].all()
+    assert (np.diff(sets.members.astype(int), axis=0) >= 0).all()

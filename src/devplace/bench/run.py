@@ -11,7 +11,7 @@ from typing import Any
 from devplace.bench.answer import Answer, Solution, verify
 from devplace.bench.best_known import BestKnown, improved, load_best_known
 from devplace.bench.solvers import DEFAULT, Effort, solver, solvers_of
-from devplace.errors import VerificationError
+from devplace.errors import InputError, VerificationError
 from devplace.instances import Instance, fingerprint
 from devplace.instances.records import LoadInstance
 
@@ -94,23 +94,33 @@ def bench(
     Raises:
         VerificationError: A solver's solution breaks a rule, or is not worth what it says, or
             beats its own bound.
-        InputError: The solver exists for none of the instances.
+        InputError: The solver exists for none of the instances, or solves none.
     """
     known = load_best_known()
     given = list(instances)
     able = [placer in solvers_of(instance) for instance in given]
     if given and not any(able):
         solver(given[0], placer)  # tells which there are
+    refused: InputError | None = None
+    is_any_solved = False
     for instance, is_able in zip(given, able, strict=True):
         if begin is not None:
             begin(instance)
         best = known.get(fingerprint(instance))
+        why = f"placer {placer} does not solve it"
         if is_able:
-            yield solve(instance, effort, placer, best)
-        else:
-            why = f"placer {placer} does not solve it"
-            value = None if best is None else best.value
-            yield Row(instance, None, value, None, "unknown", 0.0, placer, effort.seed, why)
+            try:
+                row = solve(instance, effort, placer, best)
+            except InputError as error:  # such as no expert's split for this one
+                refused, why = refused or error, str(error)
+            else:
+                is_any_solved = True
+                yield row
+                continue
+        value = None if best is None else best.value
+        yield Row(instance, None, value, None, "unknown", 0.0, placer, effort.seed, why)
+    if refused is not None and not is_any_solved:
+        raise refused
 
 
 def solve(

@@ -91,7 +91,7 @@ def contiguous_blocks(instance: LoadInstance, device: Sequence[int]) -> tuple[in
     for a, b in instance.edges:
         inputs[b].append(a)
     block = [0] * len(order)
-    for d in range(instance.num_accelerators):
+    for d in sorted({d for d in device if d < instance.num_accelerators}):
         piece = [0] * len(order)
         for v in order:
             if device[v] == d:

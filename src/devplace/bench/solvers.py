@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from devplace import placers
 from devplace.bench import simple
-from devplace.bench.answer import Answer, Blocks, Schedule, Split, Stages, Status, verify
+from devplace.bench.answer import Answer, Blocks, Schedule, Split, Stages, Status
 from devplace.bench.convert import (
-    PS_PER_MS,
+    Rounded,
     block_problem,
     dataflow_problem,
-    load_problem,
     replicated_problem,
+    round_load,
     tensor_stage_problem,
 )
 from devplace.errors import InputError, did_you_mean
@@ -29,7 +30,7 @@ from devplace.instances.records import (
 )
 from devplace.load import LoadSolution, solve, solve_contiguous
 from devplace.load.latency import pieces
-from devplace.load.replicated import PS_PER_S, solve_replicated
+from devplace.load.replicated import solve_replicated
 from devplace.load.solve_latency import solve_latency
 from devplace.load.tensor_stages import solve_tensor_stages
 from devplace.placers import Budget
@@ -65,6 +66,11 @@ class Effort:
         """Wall-clock time, s; a day where only moves are counted."""
         if self.budget.seconds is None and self.budget.evaluations is not None:
             return 86_400.0
+        return self.budget.seconds or placers.budget.DEFAULT_SECONDS
+
+    @property
+    def seconds_or_default(self) -> float:
+        """Wall-clock time for what counts no moves, s."""
         return self.budget.seconds or placers.budget.DEFAULT_SECONDS
 
     @property
@@ -112,28 +118,31 @@ def solvers_of(instance: Instance) -> dict[str, Solver]:
 
 def _largest_load(instance: LoadInstance, effort: Effort) -> Answer:
     """devplace's own search, with bounds and CP-SAT where it is installed."""
+    rounded = round_load(instance)
     found = solve(
-        load_problem(instance),
+        rounded.problem,
         effort.seconds,
         effort.seed,
         1 if effort.is_counted else effort.threads,
         max_evaluations=effort.budget.evaluations,
         exact=not effort.is_counted,
     )
-    return _split(found, _STATUS[found.status], found.bound_ps / PS_PER_MS)
+    return _split(instance, rounded, found, _STATUS[found.status], found.bound_ps)
 
 
 def _contiguous(instance: LoadInstance, effort: Effort) -> Answer:
     """Best contiguous split (the dynamic programme of Tarnawski et al.); `optimal` there is no
     proof for splits of other kinds."""
-    found = solve_contiguous(load_problem(instance), effort.seconds)
+    rounded = round_load(instance)
+    found = solve_contiguous(rounded.problem, effort.seconds)
     status: Status = "unknown" if found.device is None else "feasible"
-    return _split(found, status, None)
+    return _split(instance, rounded, found, status, None)
 
 
 def _latency(instance: LoadInstance, effort: Effort) -> Answer:
     """devplace's own search over blocks."""
-    problem = block_problem(instance)
+    rounded = round_load(instance)
+    problem = block_problem(rounded.problem)
     found = solve_latency(
         problem,
         effort.seconds,
@@ -141,50 +150,61 @@ def _latency(instance: LoadInstance, effort: Effort) -> Answer:
         1 if effort.is_counted else effort.threads,
         max_evaluations=effort.budget.evaluations,
     )
-    bound = found.bound_ps / PS_PER_MS
-    status = _STATUS[found.status]
-    if found.device is None or found.value_ps is None:
-        return Answer(None, status, bound if status == "unknown" else None, why=found.how)
-    device = tuple(int(d) for d in found.device)
-    piece = pieces(problem, found.device).tolist()
-    k = instance.num_accelerators
-    block = tuple(d + k * p if d < k else -1 for d, p in zip(device, piece, strict=True))
-    return Answer(Blocks(device, block), status, bound, found.value_ps / PS_PER_MS)
+    answer = _split(instance, rounded, found, _STATUS[found.status], found.bound_ps)
+    if not isinstance(answer.solution, Split) or found.device is None:
+        return answer
+    k, piece = problem.num_accelerators, pieces(problem, found.device).tolist()
+    block = tuple(int(d) + k * p if d < k else -1 for d, p in zip(found.device, piece, strict=True))
+    return replace(answer, solution=Blocks(answer.solution.device, block))
 
 
 def _replicated(instance: PipelineInstance, effort: Effort) -> Answer:
     """PipeDream's dynamic programme, over all places to cut."""
-    found = solve_replicated(replicated_problem(instance))
+    problem, unit = replicated_problem(instance)
+    found = solve_replicated(problem, seconds=effort.seconds_or_default)
     stages = tuple(
         Stage(tuple(np.flatnonzero(found.stage == s).tolist()), int(count))
         for s, count in enumerate(found.replicas)
     )
-    solution = Stages(stages)
-    broken = verify(instance, solution).broken
-    if broken:  # the programme knows no memory
-        return Answer(None, "unknown", found.bound_ps / PS_PER_S, why=broken[0])
-    status = _STATUS[found.status]
-    return Answer(solution, status, found.bound_ps / PS_PER_S, found.value_ps / PS_PER_S)
+    bound, value = float(found.bound_ps * unit), float(found.value_ps * unit)
+    return Answer(Stages(stages), _STATUS[found.status], bound, value)
 
 
 def _tensor_stages(instance: VariantInstance, effort: Effort) -> Answer:
     """Piper's dynamic programme, searched by bisection."""
-    found = solve_tensor_stages(tensor_stage_problem(instance))
+    problem, unit = tensor_stage_problem(instance)
+    found = solve_tensor_stages(problem, seconds=effort.seconds_or_default)
     status = _STATUS[found.status]
-    if found.stages is None:
+    if found.stages is None or found.value_s is None:
         return Answer(None, status, None, why="no stages fit the memory")
     stages = tuple(
         Stage(stage.nodes, stage.data_degree, stage.tensor_degree, stage.variant)
         for stage in found.stages
     )
-    return Answer(Stages(stages), status, found.bound_s, found.value_s)
+    return Answer(Stages(stages), status, found.bound_s * unit, found.value_s * unit)
 
 
-def _split(found: LoadSolution, status: Status, bound: float | None) -> Answer:
+def _split(
+    instance: LoadInstance,
+    rounded: Rounded,
+    found: LoadSolution,
+    status: Status,
+    bound_ps: int | None,
+) -> Answer:
+    """What was found for the rounded problem, told of the instance: only what is sure of it."""
+    bound = None if bound_ps is None else float(Fraction(bound_ps, rounded.per_ms))
+    why = found.how
+    if not rounded.is_exact:
+        bound = None
+        status = "feasible" if status == "optimal" else status
+        if status == "infeasible" and not rounded.never_fits:
+            status, why = "unknown", "its numbers are too far apart for a proof"
+    if status == "infeasible" and not rounded.in_bytes:
+        why = "the nodes do not fit the memory of the accelerators, and there is no CPU for them"
     if found.device is None or found.value_ps is None:
-        return Answer(None, status, bound if status == "unknown" else None, why=found.how)
-    device = tuple(int(d) for d in found.device)
-    return Answer(Split(device), status, bound, found.value_ps / PS_PER_MS)
+        return Answer(None, status, bound if status == "unknown" else None, why=why)
+    device = rounded.device(instance, found.device.tolist())
+    return Answer(Split(device), status, bound, float(Fraction(found.value_ps, rounded.per_ms)))
 
 
 def _placer(name: str) -> Solver:
@@ -203,6 +223,7 @@ def _placer(name: str) -> Solver:
         for op, d in zip(ops, result.plan.placement, strict=True):
             device[int(op.name)] = d
         order = tuple(tuple(int(ops[v].name) for v in row) for row in result.plan.order)
+        order += ((),) * (instance.num_devices - len(order))
         least = max(result.bound.step_ns, _exact_bound(problem))
         return Answer(
             Schedule(tuple(device), order),

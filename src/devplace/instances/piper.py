@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from devplace.instances.records import About, Variant, VariantInstance, VariantNode
-from devplace.instances.text import check_acyclic, decode, fail, not_negative
+from devplace.instances.text import at_most_devices, check_acyclic, decode, fail, not_negative
 
 SOURCE = "Tarnawski, Narayanan, Phanishayee (2021), Piper, NeurIPS 2021"
 
@@ -57,6 +57,7 @@ def parse(text: str, about: About) -> VariantInstance:
     for key, value in (("maxDevices", found.maxDevices), ("mbsInBatch", found.mbsInBatch)):
         if value < 1:
             fail(path, key, f"must be at least 1, got {value}")
+    at_most_devices(path, "maxDevices", found.maxDevices)
     if not_negative(path, "bandwidth", found.bandwidth) == 0:
         fail(path, "bandwidth", "must be above 0 bytes/s")
     if not found.nodes:

@@ -18,7 +18,7 @@ from devplace.instances.records import (
     LoadInstance,
     PipelineInstance,
 )
-from devplace.instances.text import read_text
+from devplace.instances.text import MOST_DEVICES, read_text
 
 OBJECTIVES = ("throughput", "latency")
 FORMATS = {
@@ -221,13 +221,12 @@ def _check(instance: Instance, changes: Changes) -> None:
             raise InputError(f"{option} changes nothing that {name} has. Leave it out.")
     if changes.devices == 0 and not isinstance(instance, LoadInstance):
         raise InputError(f"{name} needs at least one device, got --devices 0.")
-    for option, value in (
-        ("--devices", changes.devices),
-        ("--cpus", changes.cpus),
-        ("--edge-cost-scale", changes.edge_cost_scale),
-    ):
-        if value is not None and not 0 <= value < 10**9:
-            raise InputError(f"{option} must be from 0 to 10^9, got {value}.")
+    for option, count in (("--devices", changes.devices), ("--cpus", changes.cpus)):
+        if count is not None and not 0 <= count <= MOST_DEVICES:
+            raise InputError(f"{option} must be from 0 to {MOST_DEVICES}, got {count}.")
+    scale = changes.edge_cost_scale
+    if scale is not None and not 0 <= scale < 10**9:
+        raise InputError(f"--edge-cost-scale must be from 0 to 10^9, got {scale}.")
     if changes.bandwidth is not None and not 0 < changes.bandwidth < 10**18:
         raise InputError(f"--bandwidth must be above 0 bytes/s, got {changes.bandwidth}.")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from devplace.instances.records import About, LoadInstance, LoadNode
-from devplace.instances.text import check_acyclic, decode, fail, not_negative
+from devplace.instances.text import at_most_devices, check_acyclic, decode, fail, not_negative
 
 SOURCE = "Tarnawski et al. (2020), arXiv 2006.16423"
 _SAME_COST = 1e-6
@@ -62,8 +62,9 @@ def parse(text: str, about: About, objective: str) -> LoadInstance:
     """
     path = about.path
     found = decode(text, _File, path, "Tarnawski")
-    for key in ("maxSizePerFPGA", "maxFPGAs", "maxCPUs"):
-        not_negative(path, key, getattr(found, key))
+    not_negative(path, "maxSizePerFPGA", found.maxSizePerFPGA)
+    for key in ("maxFPGAs", "maxCPUs"):
+        at_most_devices(path, key, getattr(found, key))
     index = _index(path, found.nodes)
     costs, edges = _edges(path, found, index)
     names = [str(node.id) for node in found.nodes]
@@ -135,7 +136,7 @@ def _edges(
                 fail(path, f"edges[{k}].{key}", f"there is no node {getattr(edge, key)}")
         cost = not_negative(path, f"edges[{k}].cost", edge.cost)
         first = costs.setdefault(edge.sourceId, cost)
-        if abs(first - cost) > _SAME_COST * max(1.0, abs(first)):
+        if abs(first - cost) > _SAME_COST * max(first, cost):
             problem = f"node {edge.sourceId} has edges that cost {first} and {cost}"
             fail(path, f"edges[{k}].cost", problem, "All edges that leave one node cost the same.")
         edges[index[edge.sourceId], index[edge.destId]] = None

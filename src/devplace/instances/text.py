@@ -13,6 +13,7 @@ from devplace.errors import InputError
 T = TypeVar("T")
 LARGEST_FILE = 1 << 30
 LARGEST = 10**30
+MOST_DEVICES = 10**6
 
 
 def read_text(path: str | Path) -> str:
@@ -84,6 +85,17 @@ def not_negative(path: str, where: str, value: float) -> float:
         shown = value if isinstance(value, float) else f"{str(value)[:12]}..."
         fail(path, where, f"must be a number from 0 to {LARGEST:.0e}, got {shown}")
     return value
+
+
+def at_most_devices(path: str, where: str, count: int) -> int:
+    """The number of devices, if it is from 0 to a million.
+
+    Raises:
+        InputError: It is not.
+    """
+    if not 0 <= count <= MOST_DEVICES:
+        fail(path, where, f"must be from 0 to {MOST_DEVICES} devices, got {str(count)[:12]}")
+    return count
 
 
 def check_acyclic(

@@ -91,7 +91,8 @@ def count_bound(items: Items) -> int:
     count = np.arange(1, len(times) + 1)
 
     def refuted(limit: int) -> bool:
-        taken = np.minimum(cpus * (limit // np.maximum(1, shortest)), count)
+        each = np.minimum(limit // np.maximum(1, shortest), count)  # products stay small
+        taken = np.minimum(min(cpus, len(times)) * each, count)
         taken = np.where(shortest > 0, taken, count) if cpus else np.zeros_like(count)
         most = -(-(count - taken) // k)
         return bool((before[count] - before[count - most] > limit).any())

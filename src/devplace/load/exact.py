@@ -12,9 +12,10 @@ Minimise `T` over placements `x[i, d]` of items and payments `y[e, d]` of nets, 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import reduce
-from math import gcd
+from math import gcd, isqrt
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ import numpy as np
 from devplace.load.cp_sat import cp_model, solve
 from devplace.load.items import Items
 from devplace.load.problem import I32
+
+_MOST_LITERALS = 2 * 10**6  # of what tells equal devices apart: some tenths of a second
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ def solve_exactly(
     Raises:
         InputError: OR-Tools is not installed.
     """
-    cp = cp_model()
+    cp, began = cp_model(), time.monotonic()
     model = _Model(cp, items, bound_ps, hint)
     solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, seconds)
+    solver.parameters.max_time_in_seconds = max(0.01, began + seconds - time.monotonic())
     solver.parameters.num_workers = max(1, threads)
     solver.parameters.random_seed = seed % 2**31
     status = solve(solver, model.model)
@@ -68,16 +71,22 @@ def solve_exactly(
     return ExactAnswer(device, bound, "optimal" if status == cp.OPTIMAL else "feasible")
 
 
-def bin_packing(items: Items, seconds: float, threads: int, seed: int) -> ExactAnswer:
+def bin_packing(items: Items, seconds: float | None, threads: int, seed: int) -> ExactAnswer:
     """Any placement within memory, or the proof that there is none.
+
+    Args:
+        seconds: Time it may take; None: as much work as CP-SAT counts as 5 s.
 
     Raises:
         InputError: OR-Tools is not installed.
     """
-    cp = cp_model()
+    cp, began = cp_model(), time.monotonic()
     model = _Model(cp, items, 0, None, only_memory=True)
     solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, seconds)
+    if seconds is None:
+        solver.parameters.max_deterministic_time = 5.0
+    else:
+        solver.parameters.max_time_in_seconds = max(0.01, began + seconds - time.monotonic())
     solver.parameters.num_workers = max(1, threads)
     solver.parameters.random_seed = seed % 2**31
     status = solve(solver, model.model)
@@ -133,11 +142,13 @@ class _Model:
             model.add(sum(x * size for x, size in held) <= items.memory_bytes)
 
     def _break_symmetry(self) -> None:
-        """The next device of a kind is used only after the one before it, by order of work."""
+        """The next device of a kind is used only after the one before it, by order of work; told
+        of the first items only, for it takes their number squared."""
         items = self.items
+        most = min(4 * items.num_devices, isqrt(_MOST_LITERALS // max(1, items.num_devices)))
         k = items.num_accelerators
         for first, count in ((0, k), (k, items.num_cpus)):
-            for position, i in enumerate(self.by_work[: 4 * items.num_devices]):
+            for position, i in enumerate(self.by_work[:most]):
                 for d in range(first + 1, first + count):
                     if d not in self.on[i]:
                         continue

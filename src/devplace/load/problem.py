@@ -115,13 +115,15 @@ def _check_values(problem: LoadProblem) -> None:
         if len(array) and array.min() < 0:
             at = int(array.argmin())
             raise ProblemError(f"{name}[{at}] must not be negative, got {array[at]}.")
-        if len(array) and float(array.astype(float).sum()) >= 2**60:
+        if name != "edge_ps" and len(array) and float(array.astype(float).sum()) >= 2**60:
             raise ProblemError(f"{name} must sum to less than 2^60. Use a coarser unit.")
     for name in ("edge_src", "edge_dst"):
         array = getattr(problem, name)
         if len(array) and not 0 <= array.min() <= array.max() < problem.num_nodes:
             raise ProblemError(f"{name} must name nodes 0 to {problem.num_nodes - 1}.")
-    cost = producer_ps(problem)
+    cost = producer_ps(problem)  # once per node, however many edges leave it
+    if float(cost.astype(float).sum()) >= 2**60:
+        raise ProblemError("edge_ps must sum to less than 2^60 over nodes. Use a coarser unit.")
     uneven = np.flatnonzero(problem.edge_ps != cost[problem.edge_src])
     if len(uneven):
         at = int(uneven[0])

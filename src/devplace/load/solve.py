@@ -22,7 +22,7 @@ from devplace.load.starts import simple_starts
 NEVER = int(np.iinfo(np.int64).max)
 MAX_IDEALS = 60_000  # above it, orders instead of all ideals: seconds and 1 GB at 8 devices
 MAX_EXACT_CHOICES = 300_000  # booleans; above it building the model takes longer than it helps
-
+EXACT_CHOICES_PER_S = 60_000  # building the model alone takes this long
 SMALL_CHOICES = 1000  # booleans; below it the search has ended long before its share of time
 
 
@@ -75,7 +75,8 @@ def solve(
         hint: A placement to start from; it may break the memory limit. `[N]`
         max_evaluations: Moves that each thread of the search may try. With one thread and
             `exact=False` the answer then depends on the seed only, not on the clock.
-        exact: Let CP-SAT try too, where OR-Tools is installed.
+        exact: Let CP-SAT try too, where OR-Tools is installed. Where only moves are counted and
+            none led within memory, it looks for a packing in any case, with counted work.
 
     Raises:
         ProblemError: The hint does not fit the problem.
@@ -172,6 +173,8 @@ class _Run:
             if self._settled():
                 break
             step(share)
+        if not timed and not self._settled():
+            self._pack(None)
         return self._answer()
 
     def _steps(self, timed: bool) -> list[tuple[Callable[[float], None], float]]:
@@ -245,13 +248,10 @@ class _Run:
         if not self.exact:
             return
         seconds = share * self._left()
+        if self._choices() > EXACT_CHOICES_PER_S * seconds:
+            return
         if self.device is None:
-            packed = bin_packing(self.items, seconds, self.threads, self.seed)
-            if packed.status == "infeasible":
-                self.proved_infeasible = True
-                self.how = "the sizes cannot be packed into the accelerators (CP-SAT)"
-            if packed.device is not None:
-                self._offer(packed.device, "CP-SAT packing")
+            self._pack(seconds)
             return
         answer = solve_exactly(
             self.items, seconds, self.device, self.bound, self.threads, self.seed
@@ -259,6 +259,18 @@ class _Run:
         self.bound = max(self.bound, answer.bound_ps)
         if answer.device is not None:
             self._offer(answer.device, "CP-SAT")
+
+    def _pack(self, seconds: float | None) -> None:
+        """Where nothing was found: anything within memory, or the proof that there is none."""
+        if self.device is not None or not has_exact() or self._choices() > MAX_EXACT_CHOICES:
+            return
+        threads = 1 if seconds is None else self.threads
+        packed = bin_packing(self.items, seconds, threads, self.seed)
+        if packed.status == "infeasible":
+            self.proved_infeasible = True
+            self.how = "the sizes cannot be packed into the accelerators (CP-SAT)"
+        if packed.device is not None:
+            self._offer(packed.device, "CP-SAT packing")
 
     def _answer(self) -> LoadSolution:
         device = None if self.device is None else self.items.spread(self.device)

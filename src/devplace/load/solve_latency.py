@@ -10,7 +10,7 @@ import numpy as np
 
 from devplace.errors import InputError
 from devplace.load.bounds import why_infeasible
-from devplace.load.exact import bin_packing
+from devplace.load.exact import ExactAnswer, bin_packing
 from devplace.load.items import Items, make_items
 from devplace.load.latency import (
     BlockGraph,
@@ -60,26 +60,30 @@ def solve_latency(
     starts = [items.gather(device) for device in given]
     starts += latency_starts(problem, items, 0.05 * seconds if max_evaluations is None else 1e6)
     timed = max_evaluations is None
+    if all(broken_rule(problem, items.spread(start)) for start in starts):
+        packed = _packed(items, 0.3 * seconds if timed else None, seed, threads)
+        if packed.status == "infeasible":
+            how = "the sizes cannot be packed into the accelerators (CP-SAT)"
+            return answer(None, None, "infeasible", how)
+        if packed.device is not None:  # all CPUs are one device here
+            most = problem.num_accelerators + int(problem.num_cpus > 0) - 1
+            starts.append(np.minimum(packed.device, most).astype(np.int32))
     left = max(0.01, seconds - (time.monotonic() - began)) if timed else 1e9
     most = 2**62 if max_evaluations is None else max_evaluations
     device, over, value = _search(problem, items, starts, left, most, seed, threads, bound)
     if device is None or over:
-        return _nothing_found(items, seconds, seed, threads, answer)
+        return answer(None, None, "unknown", "no placement within memory was found")
     spread = np.minimum(items.spread(device), problem.num_devices - 1).astype(np.int32)
     assert not broken_rule(problem, spread)
     return answer(spread, value, "optimal" if value <= bound else "feasible", "search")
 
 
-def _nothing_found(
-    items: Items, seconds: float, seed: int, threads: int, answer: object
-) -> LoadSolution:
-    how, status = "no placement within memory was found", "unknown"
-    if has_exact() and bin_packing(items, seconds, threads, seed).status == "infeasible":
-        how, status = "the sizes cannot be packed into the accelerators (CP-SAT)", "infeasible"
-    assert callable(answer)
-    solution = answer(None, None, status, how)
-    assert isinstance(solution, LoadSolution)
-    return solution
+def _packed(items: Items, seconds: float | None, seed: int, threads: int) -> ExactAnswer:
+    """Any placement within memory, or a proof that there is none, where OR-Tools is installed;
+    without `seconds` as much work as depends on the seed alone."""
+    if not has_exact():
+        return ExactAnswer(None, 0, "unknown")
+    return bin_packing(items, seconds, 1 if seconds is None else threads, seed)
 
 
 def latency_bound(problem: BlockProblem, seconds: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,9 @@ Reals = NDArray[np.float64]
 PS_PER_S = 1e12
 MAX_DOWNSETS = 400  # pairs of them are tried with each kind of parallelism: about a minute
 NEVER = 2**31 - 1
+SECONDS_PER_PART = 25e-6  # of a node in a stage: the table has N * downsets^2 / 6 of them
+_HAIR = 1e-12  # sums in another order differ by less
+_MOST_ENTRIES = 3 * 10**7
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class TensorStage:
 class TensorStageSolution:
     """Stages in pipeline order; None where nothing fits. Values are seconds per sample.
 
-    `status` is `optimal` (to the precision asked for) where all places to cut were tried and every
+    `status` is `optimal` (to a part in 10^12) where all places to cut were tried and every
     choice of variants was exact; else `feasible`, `infeasible` or `unknown`.
     """
 
@@ -120,14 +123,25 @@ class TensorStageSolution:
 
 
 def solve_tensor_stages(
-    problem: TensorStageProblem, max_downsets: int = MAX_DOWNSETS, precision: float = 1e-7
+    problem: TensorStageProblem,
+    max_downsets: int = MAX_DOWNSETS,
+    precision: float = 1e-7,
+    seconds: float = 60.0,
 ) -> TensorStageSolution:
-    """Smallest largest stage time, to a relative `precision`.
+    """Smallest largest stage time.
+
+    Limits are tried until value and bound are within a relative `precision`, then just below the
+    value until nothing is found there. That takes at most `seconds`, besides the table of stages,
+    which with less than a minute has fewer places to cut.
 
     Raises:
-        ProblemError: The graph has a cycle.
+        ProblemError: The graph has a cycle, or the table of devices is too large.
     """
     began = time.monotonic()
+    fewer = int(max_downsets * min(1.0, seconds / 60) ** 0.5)
+    count = len(problem.variants)
+    in_time = int((6 * (seconds + 2) / (count * SECONDS_PER_PART)) ** 0.5)
+    max_downsets = max(2, min(in_time, max(fewer, min(max_downsets, count + 1))))
     sets = make_downsets(
         len(problem.variants),
         np.array(problem.edge_src, np.int32),
@@ -140,28 +154,29 @@ def solve_tensor_stages(
         sure = sets.complete and not table.traded
         status = "infeasible" if sure or table.never_fits() else "unknown"
         return TensorStageSolution(None, None, table.bound(), status, time.monotonic() - began)
-    best, low, value = _narrow(table, best, precision)
+    best, low, value = _narrow(table, best, precision, time.monotonic() + seconds)
     exact = sets.complete and not table.traded
     bound = min(value, low) if exact else table.bound()
-    status = "optimal" if exact else "feasible"
+    status = "optimal" if exact and value <= low else "feasible"
     return TensorStageSolution(tuple(best), value, bound, status, time.monotonic() - began)
 
 
 def _narrow(
-    table: _Table, best: list[TensorStage], precision: float
+    table: _Table, best: list[TensorStage], precision: float, deadline: float
 ) -> tuple[list[TensorStage], float, float]:
-    """Stages, a value that cannot be reached, and the value reached, close together.
+    """Stages, what no stages are below, and the value reached: the same, if time allows.
 
     The limit grows from the bound until it can be kept: small limits are quick to refute.
     """
     low = table.bound()
     value = max(stage.seconds_per_sample for stage in best)
-    step = low * 0.05
-    while value > low * (1 + precision):
-        limit = min((low + value) / 2, low + step)
+    step = max(low * 0.05, value * 1e-6)
+    while value > low and time.monotonic() < deadline:
+        is_close = value <= low * (1 + precision)
+        limit = value * (1 - _HAIR) if is_close else min((low + value) / 2, low + step)
         better = table.plan(limit)
         if better is None:
-            low, step = limit, step * 2
+            low, step = (value if is_close else limit), step * 2
             continue
         best, step = better, np.inf
         value = max(stage.seconds_per_sample for stage in best)
@@ -214,12 +229,19 @@ class _Table:
 
     def __init__(self, problem: TensorStageProblem, sets: Downsets) -> None:
         self.problem, self.sets = problem, sets
+        self.edges_at: list[list[tuple[int, int, float]]] = [[] for _ in problem.variants]
+        for edge in zip(problem.edge_src, problem.edge_dst, problem.edge_bytes, strict=True):
+            for end in edge[:2]:
+                self.edges_at[end].append(edge)
+        self.in_flight = min(problem.num_devices, problem.batch)  # at most, in all stages
+        if (self.in_flight + 1) * len(sets.members) > _MOST_ENTRIES:
+            raise ProblemError(
+                f"{problem.num_devices} devices, a batch of {problem.batch} and "
+                f"{len(sets.members)} places to cut are more than {_MOST_ENTRIES} entries of the "
+                f"programme. Use fewer devices."
+            )
         self.traded = False  # variants of some stage may not be the best that fit
-        self.degrees = [
-            d
-            for d in range(1, min(problem.num_devices, problem.batch) + 1)
-            if problem.batch % d == 0
-        ]
+        self.degrees = [d for d in range(1, self.in_flight + 1) if problem.batch % d == 0]
         self.stages = [
             (low, high, t)
             for high in range(1, len(sets.members))
@@ -245,11 +267,11 @@ class _Table:
     def _parts(self, low: int, high: int, t: int) -> list[list[tuple[float, float, float, float]]]:
         """Per node and variant: time that `d` divides, parameter bytes, A, B."""
         nodes = self._nodes(low, high)
-        parts = []
+        inside, parts = set(nodes), []
         for node in nodes:
             row = []
             for v in self.problem.variants[node][t]:
-                divided, _ = evaluate_stage_node(self.problem, node, v, set(nodes))
+                divided, _ = evaluate_stage_node(self.problem, node, v, inside, self.edges_at[node])
                 row.append((divided, v.parameter_bytes, v.bytes_per_sample, v.fixed_bytes))
             parts.append(row)
         return parts
@@ -257,9 +279,9 @@ class _Table:
     def _outline(self, key: tuple[int, int, int]) -> _Outline:
         problem, degree = self.problem, np.array(self.degrees, np.float64)
         rate = 4.0 * (degree - 1) / degree / problem.batch / problem.bandwidth
-        in_flight = np.arange(1, problem.num_devices + 1, dtype=np.float64)
+        in_flight = np.arange(1, self.in_flight + 1, dtype=np.float64)
         total, per_sample, fixed = (np.zeros(len(degree)) for _ in range(3))
-        least = np.zeros(problem.num_devices)
+        least = np.zeros(self.in_flight)
         for row in self.parts[key]:
             parts = np.array(row)
             times = parts[:, :1] / degree + rate * parts[:, 1:2]
@@ -269,7 +291,8 @@ class _Table:
             fixed += parts[best, 3]
             least += np.min(parts[:, 2:3] * in_flight + parts[:, 3:4], axis=0)
         free = problem.memory_bytes - fixed
-        fits = np.where(free >= 0, free / np.maximum(per_sample, 1e-300), -1.0)
+        with np.errstate(over="ignore"):  # what holds nothing per sample: infinitely many
+            fits = np.where(free >= 0, free / np.maximum(per_sample, 1e-300), -1.0)
         samples = np.minimum(np.floor(fits * (1 - 1e-12)), problem.num_devices).astype(np.int64)
         return _Outline(total, samples, int((least <= problem.memory_bytes).sum()))
 
@@ -317,7 +340,7 @@ class _Table:
     def _fits(self, key: tuple[int, int, int], outline: _Outline, at: int, limit: float) -> int:
         """Most samples in flight with which a stage keeps within `limit`; 0: none."""
         d = self.degrees[at]
-        most = -(-min(self.problem.num_devices, self.problem.batch) // d)
+        most = -(-self.in_flight // d)
         low = min(most, int(outline.fastest_samples[at])) if outline.fastest[at] <= limit else 0
         high = max(0, low, min(most, outline.most_samples))
         if limit == np.inf:
@@ -337,7 +360,7 @@ class _Table:
         `s`; built from the last stage to the first.
         """
         k, count = self.problem.num_devices, len(self.sets.members)
-        most = min(k, self.problem.batch)  # samples in flight are those of one batch
+        most = self.in_flight
         devices = np.full((count, most + 1), NEVER, np.int64)
         came = np.zeros((count, most + 1, 3), np.int64)
         devices[count - 1, 0] = 0
@@ -382,11 +405,18 @@ class _Table:
 
 
 def evaluate_stage_node(
-    problem: TensorStageProblem, node: int, v: Variant, inside: set[int]
+    problem: TensorStageProblem,
+    node: int,
+    v: Variant,
+    inside: set[int],
+    edges: Sequence[tuple[int, int, float]],
 ) -> tuple[float, float]:
-    """Time of a node that replicas share, s, and the bytes it moves out of and into its stage."""
+    """Time of a node that replicas share, s, and the bytes it moves out of and into its stage.
+
+    `edges` are those at the node: producer, consumer, bytes.
+    """
     moved = 0.0
-    for a, b, size in zip(problem.edge_src, problem.edge_dst, problem.edge_bytes, strict=True):
+    for a, b, size in edges:
         if b == node and a not in inside:
             moved += size + v.sync_forward_bytes.get(a, 0.0)
         if a == node and b not in inside:

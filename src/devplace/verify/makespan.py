@@ -34,10 +34,11 @@ def verify_makespan(
         inputs[b].append(a)
     finish: dict[int, Fraction] = {}
     done = [0] * len(order)
+    rows = [(d, row) for d, row in enumerate(order) if row]
     is_moving = True
     while is_moving:
         is_moving = False
-        for d, row in enumerate(order):
+        for d, row in rows:
             while done[d] < len(row) and all(a in finish for a in inputs[row[done[d]]]):
                 op = row[done[d]]
                 begin = finish[row[done[d] - 1]] if done[d] else Fraction(0)

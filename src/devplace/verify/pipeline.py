@@ -53,8 +53,9 @@ def verify_pipeline(instance: PipelineInstance, stages: Sequence[Stage]) -> Verd
         for moved in _crossing(instance, stages, number):
             times.append(exact(instance.edge_cost_scale) * 2 * moved / (rate * count))
         later = sum(other.replicas for other in stages[number + 1 :])
-        memory.append(float(-(-later // count) * stashed))
-        if instance.memory_bytes is not None and memory[-1] > instance.memory_bytes:
+        need = -(-later // count) * stashed
+        memory.append(float(need))
+        if instance.memory_bytes is not None and need > exact(instance.memory_bytes):
             limit = instance.memory_bytes
             broken.append(f"stage {number} needs {memory[-1]:.0f} bytes, more than {limit:.0f}")
     return Verdict(float(max(times)), tuple(broken), tuple(memory))

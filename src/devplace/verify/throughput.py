@@ -24,8 +24,7 @@ def verify_throughput(instance: LoadInstance, device: Sequence[int]) -> Verdict:
     if lost:
         return Verdict(float("nan"), (lost,))
     loads = []
-    for d in range(instance.num_accelerators + instance.num_cpus):
-        own = [v for v in range(len(instance.nodes)) if device[v] == d]
+    for d, own in _shares(device).items():
         if d >= instance.num_accelerators:
             loads.append(sum((exact(instance.nodes[v].cpu_ms) for v in own), Fraction(0)))
             continue
@@ -42,12 +41,19 @@ def verify_throughput(instance: LoadInstance, device: Sequence[int]) -> Verdict:
 
 def memory_of(instance: LoadInstance, device: Sequence[int]) -> tuple[float, ...]:
     """Bytes on each accelerator."""
-    return tuple(
-        float(
-            sum(exact(node.size_bytes) for v, node in enumerate(instance.nodes) if device[v] == d)
-        )
-        for d in range(instance.num_accelerators)
-    )
+    used = [0.0] * instance.num_accelerators
+    for d, own in _shares(device).items():
+        if d < len(used):
+            used[d] = float(sum(exact(instance.nodes[v].size_bytes) for v in own))
+    return tuple(used)
+
+
+def _shares(device: Sequence[int]) -> dict[int, list[int]]:
+    """Nodes of each device that has some."""
+    shares: dict[int, list[int]] = {}
+    for v, d in enumerate(device):
+        shares.setdefault(d, []).append(v)
+    return dict(sorted(shares.items()))
 
 
 def misplaced(instance: LoadInstance, device: Sequence[int]) -> str:
@@ -70,9 +76,10 @@ def broken_rules(instance: LoadInstance, device: Sequence[int]) -> tuple[str, ..
             broken.append(f"node {node.name!r} is on accelerator {d}, but only a CPU runs it")
         if node.color is not None and home.setdefault(node.color, d) != d:
             broken.append(f"node {node.name!r} is apart from the others of color {node.color}")
-    for d in range(instance.num_accelerators):
-        own = [node for node, e in zip(instance.nodes, device, strict=True) if e == d]
-        used = sum((exact(node.size_bytes) for node in own), Fraction(0))
+    for d, own in _shares(device).items():
+        if d >= instance.num_accelerators:
+            continue
+        used = sum((exact(instance.nodes[v].size_bytes) for v in own), Fraction(0))
         if used > exact(instance.memory_bytes):
             broken.append(
                 f"accelerator {d} holds {float(used):.0f} bytes, more than its "
