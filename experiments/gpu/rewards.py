@@ -1,10 +1,10 @@
 """Post and HDP with real step times as reward, beside the same with simulated ones.
 
-Every placement that a placer draws is run on the GPUs by processes that prepare several at once and
-time them one by one. The best placements of both kinds of reward, the expert's split and the
+Every placement that a placer draws is run on the GPUs by one of some processes; only one of them
+uses the GPUs at a time. The best placements of both kinds of reward, the expert's split and the
 search's plan are then measured alone. Writes one JSON. Run:
 `python -m experiments.gpu.rewards --out FILE [--workload nmt-4] [--gpus 4] [--samples 320]
-[--limit 600] [--workers 8]`.
+[--limit 600] [--workers 3] [--others 0s]`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--placers", default="post,hdp")
     parser.add_argument("--samples", type=int, default=320)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each placer")
-    parser.add_argument("--workers", type=int, default=8, help="processes that prepare steps")
+    parser.add_argument("--workers", type=int, default=3, help="processes that prepare steps")
     parser.add_argument("--seconds", type=float, default=0.3, help="to time each placement")
     parser.add_argument("--others", default="20s", help="budget of search; 0s: learners alone")
     options = parser.parse_args()
