@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -168,14 +169,15 @@ def nested(model: Any, batch: Any, scale: Any = None) -> Any:
     return out.square().mean() if scale is None else (out * scale).square().mean()
 
 
-def test_nested_dicts_may_have_their_keys_in_any_order() -> None:
-    """A dict is the same batch whatever was put into it first."""
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda pairs: defaultdict(list, pairs)])
+def test_nested_dicts_may_have_their_keys_in_any_order(kind: Callable[[Any], Any]) -> None:
+    """A dict of any kind is the same batch whatever was put into it first."""
     model = Clipped()
     x, shift = torch.randn(4, 4), torch.randn(4)
-    batch = {"x": [x], "more": {"shift": shift, "unread": x}}
+    batch = kind({"x": [x], "more": kind({"shift": shift, "unread": x})})
     step = make_step(model, (batch,), nested, sgd(list(model.parameters())), all_on(0))
     expected = float(nested(model, batch).detach())
-    turned = {"more": {"unread": x, "shift": shift}, "x": [x]}
+    turned = kind({"more": kind({"unread": x, "shift": shift}), "x": [x]})
     assert float(step(turned)) == pytest.approx(expected, abs=1e-6)
 
 

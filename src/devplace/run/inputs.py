@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -94,12 +96,15 @@ def _in_captured_order(tree: Any, spec: Any) -> Any:
     if type(tree) is not spec.type:
         return tree
     children = spec.children()
-    if isinstance(tree, dict):
-        names = list(spec.context) if isinstance(spec.context, list) else []
+    if type(tree) in (dict, OrderedDict, defaultdict):
+        names = spec.context[1] if isinstance(tree, defaultdict) else spec.context
         if set(names) != set(tree):
             return tree
-        pairs = zip(names, children, strict=True)
-        return type(tree)((name, _in_captured_order(tree[name], child)) for name, child in pairs)
+        ordered = copy(tree)  # of its own kind, with its factory
+        ordered.clear()
+        for name, child in zip(names, children, strict=True):
+            ordered[name] = _in_captured_order(tree[name], child)
+        return ordered
     if type(tree) in (tuple, list) and len(tree) == len(children):
         return type(tree)(map(_in_captured_order, tree, children))
     return tree
