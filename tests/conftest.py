@@ -2,6 +2,12 @@
 
 import os
 
+# Sums over several threads round in another order; tests that compare bits run ops themselves.
+# Torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
 from hypothesis import settings
 
 # No test is timed. In CI the same examples are drawn every time, so that a change is judged by what
@@ -10,5 +16,9 @@ settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-# Sums over several threads round in another order; tests that compare bits run ops themselves.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests for GPUs are skipped where there is none, unless logical CPU devices stand in."""
+    needs_gpu = item.get_closest_marker("gpu") and os.environ.get("DEVPLACE_GPU_TESTS") != "cpu"
+    if needs_gpu and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

@@ -15,7 +15,6 @@ from devplace.graph.capture import capture
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:RNN module weights"),  # of the eager copy
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 
