@@ -20,7 +20,6 @@ from devplace.machine import detect
 from devplace.report import deviations
 from tests.auto.steps import captured, hostile, tagger
 
-
 pytestmark = pytest.mark.gpu
 
 
