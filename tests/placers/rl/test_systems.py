@@ -269,3 +269,26 @@ def test_rewards_rise_as_steps_shrink() -> None:
     """The reward of the optimum of three ops is the highest of all 8."""
     steps = np.array([28, 45, 100])
     assert sqrt_reward(steps / 1e9).argmax() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_networks_can_be_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """Where `device` is a GPU, a system learns, checkpoints and goes on there."""
+    for evaluations, resume in ((60, False), (100, True)):
+        training = TrainingOptions(log_dir=tmp_path, resume=resume, device="cuda")
+        found = place(three_ops(), replace(small(name), training=training), f"{evaluations}ev", 0)
+        assert found.is_feasible
+        assert found.evaluations == evaluations
+    (file,) = tmp_path.rglob("checkpoint.pt")
+    kept = torch.load(file, weights_only=True)
+    assert "cuda" in str([tensor.device for tensor in _tensors(kept)])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All in nested dictionaries and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value
+    is_nested = isinstance(value, dict | list | tuple)
+    return [tensor for one in inner for tensor in _tensors(one)] if is_nested else []

@@ -81,8 +81,9 @@ def test_options_are_checked(tmp_path: Path) -> None:
         TrainingOptions(stall=0)
     with pytest.raises(InputError, match="give the log_dir"):
         TrainingOptions(resume=True)
-    with pytest.raises(InputError, match="auto, cpu or cuda, got 'nowhere'"):
-        place(three_ops(), PostPpo(training=TrainingOptions(device="nowhere")), "20ev", 0)
+    for device in ("nowhere", "cuda:99", "auto", "meta"):
+        with pytest.raises(InputError, match=f"cuda:1 and be there, got '{device}': "):
+            place(three_ops(), PostPpo(training=TrainingOptions(device=device)), "20ev", 0)
     (tmp_path / "file").write_text("")
     placer = replace(PostPpo(), training=TrainingOptions(log_dir=tmp_path / "file" / "x"))
     with pytest.raises(InputError, match="Cannot write curves"):

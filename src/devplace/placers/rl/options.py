@@ -20,8 +20,8 @@ class TrainingOptions:
         checkpoint_every: Evaluations between checkpoints.
         stall: Stop when nothing better was found for this many evaluations; None: never.
         most: Evaluations when the budget sets no limit at all.
-        device: Where networks compute: `auto` (a GPU if there is one), `cpu` or `cuda`. On a GPU
-            the same seed need not give the same plan.
+        device: Where networks compute: `cpu`, `cuda` or `cuda:1`. On a GPU the same seed need not
+            give the same plan, and steps measured there beside it are disturbed.
 
     Raises:
         InputError: A count that is not positive, or `resume` without `log_dir`.
@@ -32,7 +32,7 @@ class TrainingOptions:
     checkpoint_every: int = 200
     stall: int | None = None
     most: int = 2400
-    device: str = "auto"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "stall", "most"):

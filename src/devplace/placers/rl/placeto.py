@@ -160,7 +160,8 @@ class Placeto:
             rate = self.last_learning_rate + left * (self.learning_rate - self.last_learning_rate)
             turns = torch.arange(len(returns)).repeat_interleave(returns.shape[1])
             logits = policy(seen.states.flatten(0, 1), turns)
-            log_probs, spread = log_prob(logits, seen.actions.flatten()), entropy(logits).mean()
+            actions = seen.actions.flatten().to(training.device)
+            log_probs, spread = log_prob(logits, actions), entropy(logits).mean()
             loss = reinforce(log_probs, advantage) - left * self.entropy_weight * spread
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()

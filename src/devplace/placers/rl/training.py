@@ -192,7 +192,7 @@ class Training:
 
     def _load(self, path: Path) -> int:
         """Take over a checkpoint; gives the rows of its curves."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         self.evaluate.load_state_dict(state["evaluate"])
@@ -240,11 +240,15 @@ def run_id(placer: Any, problem: Problem, rng: np.random.Generator) -> str:
 
 
 def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(wanted)
-    except RuntimeError as error:
+        device = torch.device(wanted)
+        if device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"networks do not run on {device.type} devices")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an unusable CUDA is either
+        reason = str(error).splitlines()[0]
         raise InputError(
-            f"A device for training must be auto, cpu or cuda, got {wanted!r}."
+            f"A device for training must be cpu, cuda or cuda:1 and be there, got {wanted!r}: "
+            f"{reason}"
         ) from error
+    return device
