@@ -125,6 +125,7 @@ NAMES = {
     "zbv-8": "ZBV, 8 micro-batches",
     "group": "DDP with torch.compile",  # what is left of a group's rows comes last
     "rest": "DDP with torch.compile",
+    "ddp-compiled": "DDP with torch.compile",
 }
 SHOWN = {name: way for way, name in NAMES.items()}
 

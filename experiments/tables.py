@@ -143,7 +143,6 @@ TABLES = {
     "gpu_plans": gpu_tables.gpu_plans,
     "gpu_plans_2": gpu_tables.gpu_plans,
     "gpu_prediction": gpu_tables.gpu_plans,
-    "gpu_prediction_2": gpu_tables.gpu_plans,
     "gpu_memory": gpu_tables.gpu_memory,
     "gpu_rewards": gpu_tables.gpu_rewards,
 }
