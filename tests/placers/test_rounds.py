@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from devplace.errors import InfeasibleError
-from devplace.placers import Search, Single, place
+from devplace.placers import Exact, Search, Single, place
+from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem
@@ -74,3 +75,34 @@ def test_a_step_that_fits_is_searched_once() -> None:
     result = place(problem_with(2, 300), Search(), "100ev")
     assert result.evaluations <= 100
     assert result.notes == ()
+
+
+def test_a_start_that_fits_is_kept() -> None:
+    """A start that fits to the byte, gaps included, is never lost to faster ones that do not."""
+    free = problem_with(2, 1000)
+    spread = place(problem_with(2, 175), Search(), "400ev").placement
+    peaks = simulate(free, spread).peak_bytes.tolist()
+    names = free.machine.device_names
+    tight = replace(free, limits=dict(zip(names, peaks, strict=True)))
+    start = simulate(tight, spread)
+    assert start.is_feasible
+    for evaluations in (1, 30, 300):
+        for placer in (Search(start=spread), Exact(start=spread)):
+            result = place(tight, placer, f"{evaluations}ev")
+            assert result.is_feasible
+            assert result.step_ns <= start.makespan_ns
+            assert result.history[-1][2] == result.step_ns
+
+
+def test_what_was_seen_and_fits_is_returned() -> None:
+    """Lowered limits that nothing keeps to do not hide a placement that fits the real ones."""
+    problem = problem_with(2, 175)
+    single = place(problem_with(1, 175, has_gaps=False), Single(), "9ev").timeline
+    need = int(simulate(problem, all_on(problem, 1)).peak_bytes[1])
+    assert need > int(single.peak_bytes[0])
+    only = replace(problem_with(2, 1000), limits={"gpu:0": need - 1, "gpu:1": need})
+    result = place(only, Search(), "1ev", allow_infeasible=True)
+    other = place(only, Search(), "40ev")
+    assert other.is_feasible
+    assert other.step_ns <= simulate(only, all_on(only, 1)).makespan_ns
+    assert result.evaluations >= 1

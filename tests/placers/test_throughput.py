@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from devplace.errors import InfeasibleError, InputError
+from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers import (
     Contiguous,
     Heft,
@@ -98,3 +98,24 @@ def test_unknown_objective():
     """Says which there are."""
     with pytest.raises(InputError, match="Known: latency, throughput"):
         place(problem(), Search(), "10ev", objective="thruput")
+
+
+def test_a_source_that_nothing_reads_binds_no_memory():
+    """Of a value that is replaced unread nothing is held, so the bound counts none of it."""
+    machine = hand_machine({"gpu:0": 100, "cpu:0": 100}, unsupported={"cpu:0": ("f",)})
+    step = "v = buffer bytes=90\nu = buffer bytes=90\na = f bytes=10 ns=5 replaces=v\n"
+    step += "b = f bytes=10 ns=5 replaces=u"
+    found = place(hand_problem(step, machine), Single(), "9ev", objective="throughput")
+    assert found.is_feasible
+    assert (found.value_ns, found.load_bound_ns, found.status) == (10, 10, "optimal")
+
+
+@pytest.mark.parametrize("size", ["ns=300000000000000000", "bytes=500000000000000000"])
+def test_sums_that_are_too_large_are_told(size):
+    """Times or sizes that a pipeline's model cannot add up are an error that says how large."""
+    machine = hand_machine({"gpu:0": 2**62, "gpu:1": 2**62})
+    large = hand_problem(f"a = f {size}\nb = f {size}\nc = f(a, b) bytes=1 ns=1", machine)
+    assert place(large, Search(), "9ev").is_feasible
+    for placer in (Search(), Heft(), Contiguous()):
+        with pytest.raises(ProblemError, match="add up to|in all, these have 1e"):
+            place(large, placer, "9ev", objective="throughput")
