@@ -166,16 +166,21 @@ def _fitting(problem: Problem, best: Found, known: list[Placement]) -> Found:
     placements = [with_priority(problem, placement) for placement in known]
     simulated = [(simulate(problem, placement), placement) for placement in placements]
     for timeline, placement in sorted(simulated, key=lambda pair: pair[0].makespan_ns):
-        step = timeline.makespan_ns
-        if best.over_bytes == 0 and step >= best.timeline.makespan_ns:
-            return best
+        if best.over_bytes == 0 and timeline.makespan_ns >= best.timeline.makespan_ns:
+            break
         if timeline.is_feasible:  # replays the heaps, so only of what would be taken
-            before = tuple(point for point in best.history if point[2] > step)
-            last = (best.evaluations, best.seconds, step)
-            return replace(
-                best, placement=placement, timeline=timeline, history=(*before, last)
-            )
-    return best
+            best = replace(best, placement=placement, timeline=timeline)
+            break
+    return _with_end(best)
+
+
+def _with_end(found: Found) -> Found:
+    """With a history that ends with what was found, which lowered limits may have left out."""
+    step = found.timeline.makespan_ns
+    if not found.timeline.is_feasible or (found.history and found.history[-1][2] == step):
+        return found
+    before = tuple(point for point in found.history if point[2] > step)
+    return replace(found, history=(*before, (found.evaluations, found.seconds, step)))
 
 
 def _lowered(problem: Problem, room: I64) -> Problem:
