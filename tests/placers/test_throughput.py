@@ -117,5 +117,5 @@ def test_sums_that_are_too_large_are_told(size):
     large = hand_problem(f"a = f {size}\nb = f {size}\nc = f(a, b) bytes=1 ns=1", machine)
     assert place(large, Search(), "9ev").is_feasible
     for placer in (Search(), Heft(), Contiguous()):
-        with pytest.raises(ProblemError, match="add up to|in all, these have 1e"):
+        with pytest.raises(ProblemError, match=r"add up to|in all, these have 1e"):
             place(large, placer, "9ev", objective="throughput")

@@ -401,7 +401,8 @@ def build_wires(
 
 def _part(share: float, times: I64) -> I64:
     """A part of each time, rounded; whole before anything is added, which a float may not hold."""
-    return np.rint(share * times).astype(np.int64)
+    rounded: I64 = np.rint(share * times).astype(np.int64)
+    return rounded
 
 
 def _kind(link: Link) -> Link:

@@ -95,7 +95,7 @@ class StepModel:
     def is_too_wide(self) -> bool:
         """Whether times are too long for CP-SAT, which adds up the ends of all its variables in 64
         bits."""
-        ends = [max(map(abs, variable.domain)) for variable in self.model.proto.variables]
+        ends: list[int] = [max(map(abs, v.domain)) for v in self.model.proto.variables]
         return sum(ends) >= MOST_OVER_VARIABLES
 
     def on(self, task: int, device: int) -> Any:
