@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
+from devplace.load import step_solve
 from devplace.placers import (
     Contiguous,
     Heft,
@@ -13,6 +17,7 @@ from devplace.placers import (
     Single,
     ThroughputResult,
     place,
+    throughput,
 )
 from devplace.plan import load_plan
 from devplace.problem import Problem
@@ -119,3 +124,34 @@ def test_sums_that_are_too_large_are_told(size):
     for placer in (Search(), Heft(), Contiguous()):
         with pytest.raises(ProblemError, match=r"add up to|in all, these have 1e"):
             place(large, placer, "9ev", objective="throughput")
+
+
+def test_seconds_count_the_starts(monkeypatch):
+    """The time that making the starts takes is part of what is reported, and ends their making."""
+    made = []
+
+    class Slow(PipeDream):
+        def __call__(self, problem, evaluate, rng):
+            made.append(self)
+            time.sleep(0.2)
+            return super().__call__(problem, evaluate, rng)
+
+    monkeypatch.setattr(throughput, "_STARTS", (Slow(), Slow(), Slow()))
+    found = place(problem(), Search(), "0.4s", objective="throughput")
+    assert len(made) == 1
+    assert found.seconds >= 0.2
+    made.clear()
+    place(problem(), Search(), "50ev", objective="throughput")
+    assert len(made) == 3
+
+
+def test_a_search_out_of_time_claims_no_bound_it_did_not_reach(monkeypatch):
+    """Where time ends before all placements were tried, the best so far is not called optimal."""
+    clock = itertools.count()
+    monkeypatch.setattr(step_solve.time, "monotonic", lambda: next(clock) / 10)
+    machine = hand_machine({"gpu:0": 10_000, "gpu:1": 10_000}, bytes_per_ns=1000)
+    effort = step_solve.Effort(seconds=0.05, evaluations=None, seed=0, threads=1)
+    found = step_solve.place_step(hand_problem(STEP, machine), effort)
+    assert found.over_bytes == 0
+    assert found.how == "one device"
+    assert 0 < found.bound_ns < found.value_ns
