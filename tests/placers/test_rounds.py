@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from tests.strategies import random_placement
 
 from devplace.errors import InfeasibleError
-from devplace.placers import Search, Single, place
+from devplace.placers import Exact, Search, Single, place
 from devplace.problem import Problem
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem
@@ -74,3 +76,44 @@ def test_a_step_that_fits_is_searched_once() -> None:
     result = place(problem_with(2, 300), Search(), "100ev")
     assert result.evaluations <= 100
     assert result.notes == ()
+
+
+def random_step(seed: int) -> Problem:
+    """Twelve ops of random sizes and times on three GPUs."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for k in range(12):
+        reads = ", ".join(f"o{j}" for j in sorted({*rng.integers(0, k, 2).tolist()})) if k else ""
+        size, time = int(rng.integers(1, 9 * MIB)), int(rng.integers(1, 99))
+        lines.append(f"o{k} = f({reads}) bytes={size} ns={time}")
+    machine = hand_machine({f"gpu:{d}": 10**9 for d in range(3)}, bytes_per_ns=10**7)
+    problem = hand_problem("\n".join(lines), machine)
+    return replace(problem, costs=replace(problem.costs, has_gaps=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_start_that_fits_is_kept(seed: int) -> None:
+    """A start that fits to the byte, gaps included, is not lost to faster ones that do not."""
+    free = random_step(seed)
+    start = random_placement(free, np.random.default_rng(seed))
+    known = simulate(free, start)
+    limits = dict(zip(free.machine.device_names, known.peak_bytes.tolist(), strict=True))
+    tight = replace(free, limits=limits)
+    for placer in (Search(start=start), Exact(start=start)):
+        result = place(tight, placer, "60ev")
+        assert result.step_ns <= known.makespan_ns
+        assert result.history[-1][2] == result.step_ns
+
+
+def test_the_history_ends_with_what_was_found() -> None:
+    """Also where what was found fits the limits, but not those lowered by the gaps."""
+    text = HOLE.replace("bytes=512 ns=1 module", "bytes=512 ns=100 module")
+    text = text.replace("z = f(b, c,", f"p = f(x) bytes={5 * MIB} ns=500\nz = f(b, c, p,")
+    machine = hand_machine({"gpu:0": 999 * MIB, "gpu:1": 12 * MIB}, bytes_per_ns=10**6)
+    problem = hand_problem(text, machine)
+    problem = replace(problem, costs=replace(problem.costs, has_gaps=True))
+    whole = simulate(problem, place(problem, Single(), "9ev").placement)
+    tight = replace(problem, limits={"gpu:0": int(whole.peak_bytes[0])})
+    result = place(tight, Search(), "300ev")
+    assert result.evaluations > 300
+    assert result.history[-1][2] == result.step_ns

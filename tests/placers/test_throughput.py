@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 
-from devplace.errors import InfeasibleError, InputError
+from devplace.errors import InfeasibleError, InputError, ProblemError
+from devplace.load import step_solve
 from devplace.placers import (
     Contiguous,
     Heft,
@@ -13,6 +17,7 @@ from devplace.placers import (
     Single,
     ThroughputResult,
     place,
+    throughput,
 )
 from devplace.plan import load_plan
 from devplace.problem import Problem
@@ -98,3 +103,55 @@ def test_unknown_objective():
     """Says which there are."""
     with pytest.raises(InputError, match="Known: latency, throughput"):
         place(problem(), Search(), "10ev", objective="thruput")
+
+
+def test_a_source_that_nothing_reads_binds_no_memory():
+    """Of a value that is replaced unread nothing is held, so the bound counts none of it."""
+    machine = hand_machine({"gpu:0": 100, "cpu:0": 100}, unsupported={"cpu:0": ("f",)})
+    step = "v = buffer bytes=90\nu = buffer bytes=90\na = f bytes=10 ns=5 replaces=v\n"
+    step += "b = f bytes=10 ns=5 replaces=u"
+    found = place(hand_problem(step, machine), Single(), "9ev", objective="throughput")
+    assert found.is_feasible
+    assert (found.value_ns, found.load_bound_ns, found.status) == (10, 10, "optimal")
+
+
+@pytest.mark.parametrize("size", ["ns=300000000000000000", "bytes=500000000000000000"])
+def test_sums_that_are_too_large_are_told(size):
+    """Times or sizes that a pipeline's model cannot add up are an error that says how large."""
+    machine = hand_machine({"gpu:0": 2**62, "gpu:1": 2**62})
+    large = hand_problem(f"a = f {size}\nb = f {size}\nc = f(a, b) bytes=1 ns=1", machine)
+    assert place(large, Search(), "9ev").is_feasible
+    for placer in (Search(), Heft(), Contiguous()):
+        with pytest.raises(ProblemError, match=r"add up to|in all, these have 1e"):
+            place(large, placer, "9ev", objective="throughput")
+
+
+def test_seconds_count_the_starts(monkeypatch):
+    """The time that making the starts takes is part of what is reported, and ends their making."""
+    made = []
+
+    class Slow(PipeDream):
+        def __call__(self, problem, evaluate, rng):
+            made.append(self)
+            time.sleep(0.2)
+            return super().__call__(problem, evaluate, rng)
+
+    monkeypatch.setattr(throughput, "_STARTS", (Slow(), Slow(), Slow()))
+    found = place(problem(), Search(), "0.4s", objective="throughput")
+    assert len(made) == 1
+    assert found.seconds >= 0.2
+    made.clear()
+    place(problem(), Search(), "50ev", objective="throughput")
+    assert len(made) == 3
+
+
+def test_a_search_out_of_time_claims_no_bound_it_did_not_reach(monkeypatch):
+    """Where time ends before all placements were tried, the best so far is not called optimal."""
+    clock = itertools.count()
+    monkeypatch.setattr(step_solve.time, "monotonic", lambda: next(clock) / 10)
+    machine = hand_machine({"gpu:0": 10_000, "gpu:1": 10_000}, bytes_per_ns=1000)
+    effort = step_solve.Effort(seconds=0.05, evaluations=None, seed=0, threads=1)
+    found = step_solve.place_step(hand_problem(STEP, machine), effort)
+    assert found.over_bytes == 0
+    assert found.how == "one device"
+    assert 0 < found.bound_ns < found.value_ns

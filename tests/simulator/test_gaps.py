@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
 
 from devplace.cost.analytic import Analytic
+from devplace.graph import OpGraph
 from devplace.graph.serialize import from_json
 from devplace.machine import presets
 from devplace.problem import Placement, Problem
@@ -193,3 +195,33 @@ def test_large_workspaces_may_lie_in_several_pieces(workspace: str, spare: int) 
     held = 512
     reserved = int(timeline.run.peak_bytes[0]) + int(timeline.gap_bytes[0])
     assert reserved == held + (heaps(timeline)[0] + spare) * MIB
+
+
+def test_an_op_without_outputs_lies_nowhere() -> None:
+    """An elementwise op that makes nothing has no output that could lie in a source."""
+    problem = sized(
+        """
+        w = parameter bytes=4M
+        a = f(w) bytes=4M ns=1
+        n = aten.add.Tensor(w, a) bytes=1 ns=1
+        b = f(a) bytes=4M ns=1 replaces=w
+        """
+    )
+    graph = problem.graph
+    ops = [msgspec.structs.replace(op, outputs=()) if op.name == "n" else op for op in graph.ops]
+    made = [graph.tensors[t] for op in ops for t in op.outputs]
+    at = {tensor.name: index for index, tensor in enumerate(made)}
+
+    def renumbered(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(at[graph.tensors[t].name] for t in ids)
+
+    ops = [
+        msgspec.structs.replace(op, inputs=renumbered(op.inputs), outputs=renumbered(op.outputs))
+        for op in ops
+    ]
+    results = tuple(
+        msgspec.structs.replace(r, tensor=renumbered((r.tensor,))[0]) for r in graph.results
+    )
+    silent = replace(problem, graph=OpGraph("silent", tuple(ops), tuple(made), results))
+    timeline = simulate(silent, hand_placement(silent, {}))
+    assert (timeline.gap_bytes >= 0).all()

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.errors import ProblemError
 from devplace.load.problem import I32, I64, LoadProblem
 from devplace.load.step_classes import step_classes
 from devplace.load.step_loads import StepPrices
 from devplace.problem import Problem
+from devplace.simulator.needs import permanent_bytes
+from devplace.units import NS_PER_S
 
 PS_PER_NS = 1000
 _MOST_PS = 2**58
+_MOST_BYTES = 2**57
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +34,33 @@ class StepProblem:
     Attributes:
         problem: What is placed.
         classes: Class of each task, if not those of `step_classes`. `[N]`
+
+    Raises:
+        ProblemError: Times or sizes that are too large to be added up in ps or with shares.
     """
 
     problem: Problem
     classes: I32 | None = None
+
+    def __post_init__(self) -> None:
+        tasks, wires = self.problem.core.tasks, self.problem.core.wires
+        dearest = self.prices.transfer_ns.max(axis=0).sum(dtype=float)
+        total_ps = (wires.duration_ns.max(axis=1).sum(dtype=float) + dearest) * PS_PER_NS
+        if total_ps >= _MOST_PS:
+            raise ProblemError(
+                f"Loads of a full pipeline are taken of times that add up to less than "
+                f"{_MOST_PS / PS_PER_NS / NS_PER_S:.3g} s, these ops and transfers to "
+                f"{total_ps / PS_PER_NS / NS_PER_S:.3g} s. Check the rates and bandwidths of "
+                f"machine {self.problem.machine.name!r}, or use objective latency and another "
+                f"placer."
+            )
+        total_bytes = tasks.made_bytes.sum(dtype=float)
+        if total_bytes >= _MOST_BYTES:
+            raise ProblemError(
+                f"Loads of a full pipeline are taken of tensors of less than {_MOST_BYTES:.3g} "
+                f"bytes in all, these have {total_bytes:.3g}. Check the tensors of graph "
+                f"{self.problem.graph.name!r}, or use objective latency and another placer."
+            )
 
     @cached_property
     def prices(self) -> StepPrices:
@@ -120,8 +147,7 @@ class StepProblem:
     @cached_property
     def permanent_bytes(self) -> I64:
         """Parameters and optimizer state each task holds from step to step. `[N]`"""
-        tasks = self.problem.core.tasks
-        return np.where(tasks.is_source > 0, tasks.made_bytes, 0)
+        return permanent_bytes(self.problem.core.tasks)
 
     @cached_property
     def passing_bytes(self) -> I64:

@@ -22,6 +22,7 @@ from devplace.simulator.bounds import lower_bound
 
 _ROUNDS = 6  # models of memory, each closer to what simulations of the last one's answer told
 _MOST_TRIED = 2000  # placements; above it they are searched
+_SINGLES_LEAVE = 0.5  # of the time, by trying single devices of a large machine
 _SHARES = (0.15, 0.25, 0.4)  # of what is left, for each level of classes, coarse to fine
 
 
@@ -78,6 +79,7 @@ def place_step(
     effort: Effort,
     hints: Sequence[I32] = (),
     progress: Callable[[float], None] | None = None,
+    load_ns: int | None = None,
 ) -> StepLoadSolution:
     """Smallest largest load found.
 
@@ -86,8 +88,9 @@ def place_step(
 
     Args:
         hints: Placements to start from and to fall back on. `[N]` each
+        load_ns: `LowerBound.load_ns` of the problem, if known.
     """
-    return _Run(StepProblem(problem), effort, progress).run(hints)
+    return _Run(StepProblem(problem), effort, progress, load_ns).run(hints)
 
 
 def contiguous_step(problem: Problem, seconds: float) -> I32 | None:
@@ -114,10 +117,14 @@ def _contiguous_splits(step: StepProblem, seconds: float) -> list[I32]:
     return splits
 
 
-def load_bound(problem: Problem, seconds: float = 1.0) -> int:
-    """A largest load that no placement can be below, ns."""
+def load_bound(problem: Problem, seconds: float = 1.0, load_ns: int | None = None) -> int:
+    """A largest load that no placement can be below, ns.
+
+    Args:
+        load_ns: `LowerBound.load_ns` of the problem, if known.
+    """
     quick = _quick_bound(StepProblem(problem).cheapest(), seconds)
-    return max(quick, lower_bound(problem).load_ns)
+    return max(quick, lower_bound(problem).load_ns if load_ns is None else load_ns)
 
 
 def _quick_bound(relaxed: LoadProblem, seconds: float) -> int:
@@ -137,9 +144,14 @@ class _Run:
     """One search: the best placement so far, and the bound."""
 
     def __init__(
-        self, step: StepProblem, effort: Effort, progress: Callable[[float], None] | None
+        self,
+        step: StepProblem,
+        effort: Effort,
+        progress: Callable[[float], None] | None,
+        load_ns: int | None,
     ) -> None:
         self.step, self.problem, self.effort = step, step.problem, effort
+        self.load_ns = load_ns
         self.progress = progress
         self.started = time.monotonic()
         self.key: tuple[int, int, int] = (NEVER, NEVER, NEVER)
@@ -151,15 +163,21 @@ class _Run:
     def run(self, hints: Sequence[I32]) -> StepLoadSolution:
         interrupted = False
         try:
+            begun = self._left()
             for d in self.problem.usable_devices:
+                if self.device is not None and self._left() < _SINGLES_LEAVE * begun:
+                    break
                 whole = np.full(len(self.step.first), d, np.int32)
                 self.offer(self.step.legal(whole)[self.step.of_task], "one device")
             for device in hints:
+                if self._is_late():
+                    break
                 self.offer(self.step.together(device)[self.step.of_task], "a simple split")
             if self._are_few():
                 self._try_all()
             else:
-                self._start()
+                if not self._is_late():
+                    self._start()
                 self._search()
         except KeyboardInterrupt:
             if self.device is None:
@@ -213,6 +231,8 @@ class _Run:
         rows = [np.array(row, np.int32)[self.step.of_task] for row in product(*options)]
         rows.sort(key=lambda device: int(self.step.prices.loads_ns(device).max()))
         for device in rows:
+            if self._is_late():
+                return self._bound()
             if self.offer(device, "all placements tried"):
                 break
         if self.key[0] == 0:
@@ -224,11 +244,18 @@ class _Run:
         self.share = 0.0  # of what the search's own answers need, not of simple ones
 
     def _search(self) -> None:
+        self._bound()
+        if not self._settled():
+            self._levels()
+        if self.progress is not None:
+            self.progress(1.0)
+
+    def _levels(self) -> None:
+        """Levels of classes from coarse to fine, then all tasks again as memory turns out."""
         joined = self.step.attached()
         levels = [joined.coarser(by_call=False), joined.coarser(by_call=True), joined, self.step]
         sizes = [len(level.first) for level in levels]
         levels = [v for v, size in zip(levels[:-1], sizes[:-1], strict=True) if size < sizes[-1]]
-        self._bound()
         for level, share in zip(levels, _SHARES[-len(levels) :], strict=False):
             if not self._settled():
                 self._solve(level, share)
@@ -243,14 +270,17 @@ class _Run:
             self._solve(self.step, 0.98 if sure or turn + 1 == _ROUNDS else 0.4)
             if sure:
                 break
-        if self.progress is not None:
-            self.progress(1.0)
 
     def _bound(self) -> None:
         """Lower bounds; with CP-SAT's where the machine is no plain one and the graph is small."""
+        if self.load_ns is None:
+            self.load_ns = lower_bound(self.problem).load_ns
+        self.bound = self.load_ns
+        if self._is_late():
+            return
         relaxed = self.step.cheapest()
         seconds = 0.05 * self._left() if self.effort.seconds is not None else 86_400.0
-        self.bound = max(lower_bound(self.problem).load_ns, _quick_bound(relaxed, seconds))
+        self.bound = max(self.bound, _quick_bound(relaxed, seconds))
         if not self.step.is_uniform:
             self._relaxed(self._attempt(self.step, relaxed, 0.1))
 
@@ -279,7 +309,10 @@ class _Run:
 
     def _settled(self) -> bool:
         spent = self.effort.evaluations is not None and self.moves >= self.effort.evaluations
-        return self.key[:2] <= (0, self.bound) or self._left() <= 0.02 or spent
+        return self.key[:2] <= (0, self.bound) or self._is_late() or spent
+
+    def _is_late(self) -> bool:
+        return self._left() <= 0.02
 
     def _left(self) -> float:
         if self.effort.seconds is None:

@@ -19,6 +19,7 @@ I64 = NDArray[np.int64]
 
 MOST_RUNNERS_UP = 6
 MOST_ROUNDS = 3
+MOST_KNOWN = 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Found:
         notes: What the user should know.
         proved_ns: A step time that the placer proved no placement that fits can beat.
         is_infeasible: Whether it proved that none fits.
+        others: All other placements that it remembers.
     """
 
     placement: Placement
@@ -48,6 +50,7 @@ class Found:
     notes: tuple[str, ...] = ()
     proved_ns: int = 0
     is_infeasible: bool = False
+    others: tuple[Placement, ...] = ()
 
     @property
     def over_bytes(self) -> int:
@@ -69,7 +72,8 @@ def search(
     (`gap_bytes`) is known of finished placements only. Where the found one exceeds a limit by that
     alone, the search is done again, with the same seed, the same evaluations and half the seconds,
     under limits lowered by the gaps; if need be once more, with the largest gap kept free on every
-    GPU, as the same ops may have gone to another one.
+    GPU, as the same ops may have gone to another one. Lowered limits also shut out placements that
+    fit: the one that the placer started from, and those that it remembers, are looked at as well.
     """
     rounds = [_search(problem, problem, placer, budget, seed, progress, measure)]
     if budget.seconds is not None:
@@ -85,19 +89,22 @@ def search(
             _search(_lowered(problem, room), problem, placer, budget, seed, None, measure)
         )
     best = min(rounds, key=lambda found: (found.over_bytes, found.timeline.makespan_ns))
-    if len(rounds) == 1:
+    if not _lacks_only_gaps(rounds[0].timeline):
         return best
     before = rounds[: rounds.index(best)]
     spent, seconds = sum(f.evaluations for f in before), sum(f.seconds for f in before)
-    return replace(
+    best = replace(
         best,
         evaluations=sum(found.evaluations for found in rounds),
         seconds=sum(found.seconds for found in rounds),
         history=tuple((n + spent, s + seconds, step) for n, s, step in best.history),
-        notes=(_note(problem, room),),
+        notes=(_note(problem, room),) if len(rounds) > 1 else (),
         proved_ns=rounds[0].proved_ns,  # the others had lower limits
         is_infeasible=rounds[0].is_infeasible,
     )
+    start: Placement | None = getattr(placer, "start", None)
+    known = [] if start is None else [start]
+    return _fitting(problem, best, [*known, *(other for found in rounds for other in found.others)])
 
 
 def with_priority(problem: Problem, placement: Placement) -> Placement:
@@ -141,6 +148,7 @@ def _search(
         interrupted,
         proved_ns=evaluate.proved_ns,
         is_infeasible=evaluate.is_infeasible,
+        others=evaluate.next_best(MOST_KNOWN),
     )
 
 
@@ -151,6 +159,28 @@ def _lacks_only_gaps(timeline: Timeline) -> bool:
     wires, run = timeline.problem.core.wires, timeline.run
     fits = (run.peak_bytes <= wires.limit_bytes).all()
     return bool(fits and (run.pool_peak_bytes <= wires.pool_limit_bytes).all())
+
+
+def _fitting(problem: Problem, best: Found, known: list[Placement]) -> Found:
+    """What was found, or the fastest of the known placements that fits where that is better."""
+    placements = [with_priority(problem, placement) for placement in known]
+    simulated = [(simulate(problem, placement), placement) for placement in placements]
+    for timeline, placement in sorted(simulated, key=lambda pair: pair[0].makespan_ns):
+        if best.over_bytes == 0 and timeline.makespan_ns >= best.timeline.makespan_ns:
+            break
+        if timeline.is_feasible:  # replays the heaps, so only of what would be taken
+            best = replace(best, placement=placement, timeline=timeline)
+            break
+    return _with_end(best)
+
+
+def _with_end(found: Found) -> Found:
+    """With a history that ends with what was found, which lowered limits may have left out."""
+    step = found.timeline.makespan_ns
+    if not found.timeline.is_feasible or (found.history and found.history[-1][2] == step):
+        return found
+    before = tuple(point for point in found.history if point[2] > step)
+    return replace(found, history=(*before, (found.evaluations, found.seconds, step)))
 
 
 def _lowered(problem: Problem, room: I64) -> Problem:

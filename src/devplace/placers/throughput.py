@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +35,9 @@ from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.bounds import LowerBound
 
-_STARTS: tuple[Placer, ...] = (Single(), PipeDream(), Even(), Layers(), Greedy(), MinCut())
+# Single last: the solver tries single devices itself, and of many they take long.
+_STARTS: tuple[Placer, ...] = (PipeDream(), Even(), Layers(), Greedy(), MinCut(), Single())
+_STARTS_PART = 0.3  # of the time, after which no further one is made
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ def place_throughput(
     to their forward ops, as the objective has it.
     """
     if isinstance(placer, Search):
-        found = _solved(problem, placer, budget, seed, progress)
+        found = _solved(problem, placer, budget, seed, progress, bound.load_ns)
     else:
-        found = _by_placer(problem, placer, budget, seed, progress)
+        found = _by_placer(problem, placer, budget, seed, progress, bound.load_ns)
     placement = rounds.with_priority(problem, Placement(problem.expand(found.device)))
     timeline = simulate(problem, placement)
     if not timeline.is_feasible and not allow_infeasible:
@@ -125,23 +127,26 @@ def _solved(
     budget: Budget,
     seed: int,
     progress: Callable[[float], None] | None,
+    load_ns: int,
 ) -> StepLoadSolution:
     """From the quick placers' placements, and from the one the search was told to start from."""
-    began = time.monotonic()
+    began, seconds = time.monotonic(), budget.seconds
     hints = []
     for start in _STARTS:
+        if seconds is not None and time.monotonic() - began > _STARTS_PART * seconds:
+            break
         evaluate = Evaluator(problem, Budget(evaluations=len(problem.usable_devices) + 1))
         if not start.supports(problem):
             rng = np.random.default_rng(seed)
             hints.append(problem.task_devices(start(problem, evaluate, rng)))
     if placer.start is not None:
         hints.append(problem.task_devices(placer.start))
-    seconds = budget.seconds
+    spent = time.monotonic() - began
     if seconds is not None:
-        seconds = max(0.05, seconds - (time.monotonic() - began))
-    threads = num_cores()
-    effort = Effort(seconds, budget.evaluations, seed, threads)
-    return place_step(problem, effort, hints, progress)
+        seconds = max(0.05, seconds - spent)
+    effort = Effort(seconds, budget.evaluations, seed, num_cores())
+    found = place_step(problem, effort, hints, progress, load_ns)
+    return replace(found, seconds=found.seconds + spent)
 
 
 def _by_placer(
@@ -150,6 +155,7 @@ def _by_placer(
     budget: Budget,
     seed: int,
     progress: Callable[[float], None] | None,
+    load_ns: int,
 ) -> StepLoadSolution:
     found = rounds.search(problem, placer, budget, seed, progress)
     device = together(problem, problem.task_devices(found.placement))
@@ -157,7 +163,7 @@ def _by_placer(
         device,
         step_loads(problem, device),
         0,
-        load_bound(problem),
+        load_bound(problem, load_ns=load_ns),
         placer.name,
         found.evaluations,
         found.seconds,

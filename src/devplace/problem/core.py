@@ -366,8 +366,8 @@ def build_wires(
         at_full_rate = transfer_times(tasks.carrier_bytes, msgspec.structs.replace(link, points=()))
         shared[row] = np.minimum(times[row], at_full_rate)
         queues[row] = 2 if link.parallel else tasks.carrier_bytes >= link.engine_bytes
-        send[row] = link.send_overhead_ns + np.rint(link.send_share * times[row])
-        receive[row] = link.receive_overhead_ns + np.rint(link.receive_share * times[row])
+        send[row] = link.send_overhead_ns + _part(link.send_share, times[row])
+        receive[row] = link.receive_overhead_ns + _part(link.receive_share, times[row])
     channel_ptr, channel = pointers(rows)
     pools = {pool.name: i for i, pool in enumerate(machine.pools)}
     reserve = {name: 0 for name in pools}
@@ -397,6 +397,12 @@ def build_wires(
             [max(0, pool.memory_bytes - reserve[pool.name]) for pool in machine.pools], np.int64
         ),
     )
+
+
+def _part(share: float, times: I64) -> I64:
+    """A part of each time, rounded; whole before anything is added, which a float may not hold."""
+    rounded: I64 = np.rint(share * times).astype(np.int64)
+    return rounded
 
 
 def _kind(link: Link) -> Link:

@@ -174,7 +174,9 @@ class StepHeaps:
         graph, tasks = self._problem.graph, self._problem.core.tasks
         op = graph.ops[tasks.task_op[task]]
         new = self._ptr[task]
-        if op.target not in OUT_FORMS or new in self._kept or self._last[new] > made:
+        if not op.outputs or op.target not in OUT_FORMS:
+            return []
+        if new in self._kept or self._last[new] > made:
             return []
         source = graph.ops[tasks.task_op[self._maker[old]]].outputs[0]
         before, now = graph.tensors[source], graph.tensors[op.outputs[0]]

@@ -60,8 +60,7 @@ def least_needs(problem: Problem) -> Needs:
     """
     tasks, wires = problem.core.tasks, problem.core.wires
     static = np.zeros(tasks.num_groups, np.int64)
-    permanent = _is_permanent(tasks)
-    np.add.at(static, tasks.group[tasks.storage_maker[permanent]], tasks.storage_bytes[permanent])
+    np.add.at(static, tasks.group, permanent_bytes(tasks))
     total = int(static.sum())
     user_group = tasks.group[tasks.const_user]
     for const, size in enumerate(tasks.const_bytes.tolist()):
@@ -92,12 +91,15 @@ def tightest(problem: Problem) -> tuple[int, int, int]:
     return int(tasks.task_op[members[alone.argmax()]]), needed, room
 
 
-def _is_permanent(tasks: Tasks) -> Bools:
-    """Storages that are there when the step begins: sources that are replaced, unless nothing
-    reads their old value."""
+def permanent_bytes(tasks: Tasks) -> I64:
+    """What each task holds when the step begins: of sources that are replaced, what they hold,
+    unless nothing reads their old value. `[N]`"""
     owner = tasks.storage_maker
     is_kept = (np.diff(tasks.out_ptr)[owner] > 0) | (tasks.storage_held > 0)
-    return np.asarray(tasks.is_source[owner].astype(bool) & is_kept)
+    permanent = tasks.is_source[owner].astype(bool) & is_kept
+    held = np.zeros(tasks.num_tasks, np.int64)
+    np.add.at(held, owner[permanent], tasks.storage_bytes[permanent])
+    return held
 
 
 def _op_bytes(tasks: Tasks) -> I64:

@@ -7,12 +7,14 @@ read, a replaced one is work that is done at the start.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from devplace.graph import OpGraph
+from devplace.graph import Op, OpGraph
 from devplace.graph.overwrite import overwritten_sources
+from devplace.machine import Device, Machine
 
 if TYPE_CHECKING:
     from devplace.problem import Problem
@@ -128,9 +130,8 @@ def together(graph: OpGraph) -> list[set[int]]:
 
 
 def broken_demands(problem: Problem, device: Sequence[int]) -> list[str]:
-    """Demands that a placement breaks: devices, co-location, unsupported ops, excluded devices."""
-    import fnmatch
-
+    """Demands that a placement breaks: devices, co-location, unsupported ops, excluded devices,
+    pins."""
     graph, machine = problem.graph, problem.machine
     if len(device) != len(graph.ops):
         return [f"{len(device)} devices are given for {len(graph.ops)} ops"]
@@ -139,15 +140,67 @@ def broken_demands(problem: Problem, device: Sequence[int]) -> list[str]:
             return [f"{graph.ops[v].name!r} is on device {d} of {len(machine.devices)}"]
     found = facts(graph)
     work = set(found.work)
+    excluded = {meant_device(machine, name) for name in problem.exclude}
     broken = []
     for v in found.work:
         place = machine.devices[device[v]]
-        if place.name in problem.exclude:
+        if place.name in excluded:
             broken.append(f"{graph.ops[v].name!r} is on {place.name}, which is excluded")
-        if any(fnmatch.fnmatchcase(graph.ops[v].target, p) for p in place.unsupported_ops):
+        if not _can_run(place, graph.ops[v]):
             broken.append(f"{graph.ops[v].name!r} is on {place.name}, which cannot run it")
-    for group in together(graph):
-        if len({device[v] for v in group & work}) > 1:
-            names = sorted(graph.ops[v].name for v in group & work)
+    groups = [group & work for group in together(graph)]
+    for group in groups:
+        if len({device[v] for v in group}) > 1:
+            names = sorted(graph.ops[v].name for v in group)
             broken.append(f"{', '.join(names)} must share a device")
+    return broken + _unpinned(problem, device, found.work, groups)
+
+
+def _unpinned(
+    problem: Problem, device: Sequence[int], work: Sequence[int], groups: Sequence[set[int]]
+) -> list[str]:
+    """Ops that are not where a pin wants them; soft pins only where all that must share a device
+    with the op can run there."""
+    graph, machine = problem.graph, problem.machine
+    broken = []
+    for v in work if problem.pins else ():
+        op = graph.ops[v]
+        pattern = next((p for p in problem.pins if _is_pinned_by(p, op)), None)
+        if pattern is None:
+            continue
+        place = machine.devices[machine.device_index[meant_device(machine, problem.pins[pattern])]]
+        beside = _all_beside(v, groups) if problem.soft_pins else set()
+        if machine.devices[device[v]] != place and all(
+            _can_run(place, graph.ops[u]) for u in beside
+        ):
+            broken.append(f"{op.name!r} is not on {place.name}, where pin {pattern!r} wants it")
     return broken
+
+
+def _is_pinned_by(pattern: str, op: Op) -> bool:
+    """By name, module, or a module above it."""
+    parts = op.module.split(".") if op.module else []
+    paths = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return not pattern or any(fnmatch.fnmatchcase(name, pattern) for name in (op.name, *paths))
+
+
+def _all_beside(v: int, groups: Sequence[set[int]]) -> set[int]:
+    """What must share a device with an op, itself included."""
+    found, grows = {v}, True
+    while grows:
+        near = set().union(*(group for group in groups if group & found))
+        grows = not near <= found
+        found |= near
+    return found
+
+
+def _can_run(place: Device, op: Op) -> bool:
+    return not any(fnmatch.fnmatchcase(op.target, pattern) for pattern in place.unsupported_ops)
+
+
+def meant_device(machine: Machine, name: str | int) -> str:
+    """The device that a user means: by its name, by the number of a GPU, or `cuda` or `cpu` where
+    there is one."""
+    text = f"cuda:{name}" if str(name).isdigit() else str(name)
+    named = [d for d in machine.device_names if text in (d, d.partition(":")[0])]
+    return text if text in named else named[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from devplace.units import parse_size
-from devplace.verify.facts import Facts, broken_demands, facts
+from devplace.verify.facts import Facts, broken_demands, facts, meant_device
 from devplace.verify.replay import Replay, replay
 
 if TYPE_CHECKING:
@@ -38,16 +39,30 @@ class StepVerdict:
 
 def verify_plan(problem: Problem, plan: Plan) -> StepVerdict:
     """Replay a plan in its own order and check every rule; `broken` also tells where the numbers
-    predicted in it differ."""
-    priority = plan.priority
-    verdict = verify_step(problem, plan.placement, priority, plan.order)
+    predicted in it differ.
+
+    Where its priorities give that very order, they are what is replayed: on a device with several
+    streams an order says less. What a GPU reserves beyond what is in use (gaps, where the costs
+    have them) is not replayed: there a predicted peak may be larger, never smaller.
+    """
+    verdict = verify_step(problem, plan.placement, plan.priority, plan.order)
+    if not verdict.peak_bytes:  # it could not be replayed
+        return verdict
+    if any(place.streams > 1 for place in problem.machine.devices):
+        by_priority = verify_step(problem, plan.placement, plan.priority)
+        own: list[list[int]] = [[] for _ in plan.order]
+        for v in by_priority.seen.sequence:
+            own[plan.placement[v]].append(v)
+        if own == [list(row) for row in plan.order]:
+            verdict = by_priority
     broken = list(verdict.broken)
     if plan.predicted.step_ns != verdict.step_ns:
         broken.append(f"the plan predicts {plan.predicted.step_ns} ns, it takes {verdict.step_ns}")
-    for name, peak in zip(problem.machine.device_names, verdict.peak_bytes, strict=True):
-        said = plan.predicted.peak_bytes.get(name)
-        if said != peak:
-            broken.append(f"the plan predicts a peak of {said} bytes on {name}, it is {peak}")
+    for place, peak in zip(problem.machine.devices, verdict.peak_bytes, strict=True):
+        said = plan.predicted.peak_bytes.get(place.name)
+        has_gaps = problem.costs.has_gaps and place.kind == "gpu"
+        if said is None or said < peak or (said > peak and not has_gaps):
+            broken.append(f"the plan predicts a peak of {said} bytes on {place.name}, it is {peak}")
     return StepVerdict(
         verdict.step_ns, verdict.peak_bytes, verdict.pool_peak_bytes, tuple(broken), verdict.seen
     )
@@ -72,7 +87,7 @@ def verify_step(
         device: Device of each op.
         priority, order: As `replay` has them.
     """
-    broken = broken_demands(problem, device)
+    broken = broken_demands(problem, device) or _unreadable(problem, device, priority, order)
     if broken:
         return StepVerdict(0, (), (), tuple(broken), Replay())
     found = facts(problem.graph)
@@ -85,6 +100,36 @@ def verify_step(
     peaks, pool_peaks = _peaks(problem, device, found, seen)
     broken += _overfull(problem, peaks, pool_peaks)
     return StepVerdict(seen.step_ns, peaks, pool_peaks, tuple(broken), seen)
+
+
+def _unreadable(
+    problem: Problem,
+    device: Sequence[int],
+    priority: Sequence[int] | None,
+    order: Sequence[Sequence[int]] | None,
+) -> list[str]:
+    """Priorities that are not one per op; orders that lack an op, or have one twice or elsewhere
+    than it runs."""
+    ops, machine = problem.graph.ops, problem.machine
+    if priority is not None and len(priority) != len(ops):
+        return [f"{len(priority)} priorities are given for {len(ops)} ops"]
+    if order is None:
+        return []
+    if len(order) != len(machine.devices):
+        return [f"{len(order)} orders are given for {len(machine.devices)} devices"]
+    runs = [v for v in facts(problem.graph).work if not ops[v].is_source]
+    count = Counter((d, v) for d, row in enumerate(order) for v in row)
+    wanted = {(device[v], v) for v in runs}
+    broken = [
+        f"{ops[v].name!r} is {times} times in the order of {machine.devices[d].name}, on which it "
+        f"runs"
+        for d, v in sorted(wanted)
+        if (times := count[d, v]) != 1
+    ]
+    return broken + [
+        f"op {v} is in the order of {machine.devices[d].name} but does not run there"
+        for d, v in sorted(count.keys() - wanted)
+    ]
 
 
 def _overlaps(problem: Problem, device: Sequence[int], seen: Replay) -> list[str]:
@@ -192,7 +237,8 @@ def _overfull(problem: Problem, peaks: Sequence[int], pool_peaks: Sequence[int])
     machine = problem.machine
     limits = {place.name: place.usable_bytes for place in machine.devices}
     for name, value in problem.limits.items():
-        limits[name] = min(limits.get(name, 0), parse_size(value))
+        meant = meant_device(machine, name)
+        limits[meant] = min(limits[meant], parse_size(value))
     broken = [
         f"{place.name} needs {peak} bytes, more than its limit of {limits[place.name]}"
         for place, peak in zip(machine.devices, peaks, strict=True)

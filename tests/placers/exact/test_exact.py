@@ -181,3 +181,12 @@ def test_an_order_is_part_of_a_placement() -> None:
     assert first == replace(first)
     assert simulate(problem, second).start_ns.tolist() == [7, 0]
     assert np.array_equal(simulate(problem, first).start_ns, [0, 5])
+
+
+def test_times_too_long_for_the_model_prove_nothing() -> None:
+    """A step of years is placed by the search alone, which CP-SAT's integers could not add up."""
+    rows = "\n".join(f"o{k} = f bytes=1 ns={10**16 + k}" for k in range(70))
+    problem = hand_problem(rows, hand_machine({"gpu:0": 10**6, "gpu:1": 10**6, "gpu:2": 10**6}))
+    result = place(problem, Exact(), BUDGET)
+    assert result.status == "feasible"
+    assert result.step_ns == place(problem, Search(), BUDGET).step_ns

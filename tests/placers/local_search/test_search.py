@@ -177,3 +177,11 @@ def test_the_result_is_never_worse_than_a_start_with_an_order(seed: int, num_ops
             evaluate = Evaluator(problem, Budget(evaluations=budget))
             found = Search(start=start)(problem, evaluate, np.random.default_rng(seed))
             assert Evaluator(problem, Budget(evaluations=1))(found).key <= key
+
+
+def test_nothing_is_prepared_for_a_budget_that_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the starts took the budget, no classes are made: on large graphs they take seconds."""
+    monkeypatch.setattr(Search, "_levels", lambda *_: pytest.fail("levels were made"))
+    problem = layered_problem(600, 3)
+    assert place(problem, Search(), "2ev").evaluations == 2
+    assert place(problem, Search(), "0.000001s").is_feasible

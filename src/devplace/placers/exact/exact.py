@@ -110,6 +110,8 @@ class _Solve:
         horizon = self._step_ns - 1 if self._fits else _longest(problem)
         space = self._space(horizon, least)
         model = StepModel(cp, problem, space)
+        if model.is_too_wide:
+            return self._known
         self._hint(model)
         solver = cp.CpSolver()
         self._limit(solver, seed)

@@ -38,6 +38,7 @@ I64 = NDArray[np.int64]
 MOST_PAIRS = 3000
 # Capacities are counted in units such that they stay below this.
 MOST_UNITS = 2**24
+MOST_OVER_VARIABLES = 2**61
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,13 @@ class StepModel:
         if space.with_memory:
             self._hold()
         self.model.minimize(self.step)
+
+    @property
+    def is_too_wide(self) -> bool:
+        """Whether times are too long for CP-SAT, which adds up the ends of all its variables in 64
+        bits."""
+        ends: list[int] = [max(map(abs, v.domain)) for v in self.model.proto.variables]
+        return sum(ends) >= MOST_OVER_VARIABLES
 
     def on(self, task: int, device: int) -> Any:
         """Literal: the task runs on the device; None if it may not."""

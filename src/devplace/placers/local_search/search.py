@@ -124,11 +124,12 @@ class Search:
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
         self._exhaust(incumbent, rng)
-        fast = accelerators(problem)
-        everything = list(problem.usable_devices)
-        devices = fast if starts[0].overflow_bytes == 0 else everything
-        levels = self._levels(problem, evaluate.budget)
-        self._explore(incumbent, starts, levels, devices, rng)
+        if not evaluate.exhausted:
+            fast = accelerators(problem)
+            everything = list(problem.usable_devices)
+            devices = fast if starts[0].overflow_bytes == 0 else everything
+            levels = self._levels(problem, evaluate.budget)
+            self._explore(incumbent, starts, levels, devices, rng)
         best = incumbent.best
         if ordered is not None and ordered[0] < best.key:
             return ordered[1]
@@ -248,11 +249,15 @@ class Search:
     def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> None:
         """Try every placement of a small problem, and of a tiny one with many orders."""
         evaluate, tasks = incumbent.evaluate, incumbent.problem.core.tasks
-        choices = [np.flatnonzero(row).tolist() for row in incumbent.problem.allowed]
+        allowed = incumbent.problem.allowed
+        tiny = MOST_TRIED // max(1, tasks.num_tasks)
+        most = max(self.exact, tiny)
+        if np.log(allowed.sum(axis=1)).sum() > 1 + np.log(most):  # the product may be huge
+            return
+        choices = [np.flatnonzero(row).tolist() for row in allowed]
         count = math.prod(len(options) for options in choices)
         left = evaluate.budget.evaluations or count
-        tiny = MOST_TRIED // max(1, tasks.num_tasks)
-        if count > min(max(self.exact, tiny), left):
+        if count > min(most, left):
             return
         every = np.array(list(itertools.product(*choices)), np.int32)
         for first in range(0, count, 64):
