@@ -113,6 +113,7 @@ def place_throughput(
         ((found.evaluations, found.seconds, timeline.makespan_ns),),
         bound,
         found.is_interrupted,
+        notes=found.notes,
         loads_ns=loads,
         load_bound_ns=found.bound_ns,
         how=found.how,
@@ -162,4 +163,5 @@ def _by_placer(
         found.evaluations,
         found.seconds,
         found.is_interrupted,
+        found.notes,
     )

@@ -265,6 +265,14 @@ def test_measured_rewards_are_learned_from(name: str) -> None:
     assert np.mean(seen[-40:]) > np.mean(seen[:40]) + 0.1
 
 
+@pytest.mark.parametrize("name", sorted(placers.LEARNING))
+def test_without_ops_there_is_nothing_to_learn(name: str) -> None:
+    """A graph of sources alone is refused in a sentence, by every system."""
+    problem = hand_problem("x = input bytes=1", hand_machine({"gpu:0": 9, "gpu:1": 9}))
+    with pytest.raises(ProblemError, match="sources and views only"):
+        place(problem, placers.by_name(name), "20ev", 0)
+
+
 def test_rewards_rise_as_steps_shrink() -> None:
     """The reward of the optimum of three ops is the highest of all 8."""
     steps = np.array([28, 45, 100])
