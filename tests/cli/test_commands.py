@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from devplace.cli import main
+
 MLP = """
 import torch
 
@@ -448,3 +450,21 @@ def test_ctrl_c_keeps_the_best_plan_so_far(folder: Path) -> None:
     )
     refused(done, 130, "interrupted")
     assert json.loads((folder / "cut.json").read_text())["format"] == "devplace plan"
+
+
+@pytest.mark.parametrize(
+    ("value", "shows"), [("", False), ("0", False), ("off", False), ("False", False), ("1", True)]
+)
+def test_debugging_is_off_where_its_variable_says_so(
+    value: str, shows: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DEVPLACE_DEBUG set to 0, off or false is as if it were not set: a line, no traceback."""
+
+    def broken(**options: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("devplace.cli.commands.devplace", broken)
+    monkeypatch.setenv("DEVPLACE_DEBUG", value)
+    with pytest.raises(RuntimeError if shows else SystemExit):
+        main()
+    assert ("internal error: RuntimeError: a fault" in capsys.readouterr().err) != shows
