@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from devplace.errors import InputError
 
@@ -20,10 +21,10 @@ class TrainingOptions:
     Attributes:
         log_dir: Folder for curves (`curves.csv`, TensorBoard's files) and checkpoints, each run in
             a folder of its own inside; None: nothing is written.
-        resume: Go on from the checkpoint of the same run, if there is one; a note of the result says
-            which it was. Another problem, seed or setting is another run, and so is measuring. The
-            result is that of a run that was never stopped, also where the budget, if it counts
-            evaluations, is larger than before.
+        resume: Go on from the checkpoint of the same run, if there is one; a note of the result
+            says whether there was. Another problem, seed or setting is another run, and so is
+            measuring. The result is that of a run that was never stopped, also with more
+            evaluations than before.
         checkpoint_every: Evaluations between checkpoints.
         stall: Stop when nothing better was found for this many evaluations; None: never.
         most: Evaluations when the budget sets no limit at all.
@@ -84,14 +85,14 @@ def check_settings(placer: Any, zero: Collection[str] = (), even: Collection[str
 
 def _count(value: Any, least: int, is_even: bool) -> str:
     """What a count must be, if it is not."""
-    if isinstance(value, Integral) and value >= least and not (is_even and value % 2):
+    if isinstance(value, int | np.integer) and value >= least and not (is_even and value % 2):
         return ""
     return f"{'an even' if is_even else 'a whole'} number, at least {least}"
 
 
 def _number(value: Any, is_positive: bool, is_share: bool) -> str:
     """What a number must be, if it is not."""
-    if isinstance(value, Real) and math.isfinite(value):
+    if isinstance(value, int | float | np.number) and math.isfinite(value):
         above = value > 0 if is_positive else value >= 0
         if above and (value <= 1 or not is_share):
             return ""

@@ -21,9 +21,10 @@ Memory: a placement over the limits counts `s_per_gb` more for each GB, at most 
 That is blind to a measured run that fails within the limits; `memory = "hard"` is not.
 
 Hyper-parameters. From the released code: 8 rounds, g = 1, baseline over 10 episodes, gradient norm
-1.25, 2 s per GB up to 10 s, learning rate (to a tenth) and entropy weight that fall linearly, hidden
-layers of the policy twice and once as wide as its input. Chosen here, as evaluations are few: number of groups;
-and compared on 48 groups: kind of reward, episodes per update, learning rates, entropy weight.
+1.25, 2 s per GB up to 10 s, learning rate (to a tenth) and entropy weight that fall linearly, two
+hidden layers of the policy, twice and once as wide as its input. Chosen here, as evaluations are
+few: number of groups; and compared on 48 groups: kind of reward, episodes per update, learning
+rates, entropy weight.
 
 Differs from the released code in:
 
