@@ -44,7 +44,9 @@ Differs from paper and code in:
 - Ops that must share a device (colocation groups) are one row; it sums types and shapes and has the
   neighbours of the first.
 - The gradient's norm is bounded for each network by itself: log p(g) sums thousands of ops.
-- The baseline begins at the first rewards, not at the failing signal.
+- The baseline begins at the first rewards, not at the failing signal. Placements are drawn to the
+  end; the code repeats one after 500 steps. Blocks of a group's embedding are scaled one by one
+  (`features.group_features`).
 - `memory = "hard"` has failures cost more than all that fit (`costs.HardLimit`) and count always.
 
 The paper's ablations: `HdpNoGrouping`, a feed-forward network that gives each op a device by
