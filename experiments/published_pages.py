@@ -21,7 +21,7 @@ PUBLISHED: dict[str, dict[str, dict[str, float | None]]] = {
         "nmt-4": {"expert": 3.64, "scotch": 11.18, "mincut": 11.63, "hdp": 1.69},
         "nmt-8": {"expert": 3.88, "scotch": 17.85, "mincut": 19.01, "hdp": 4.07},
     },
-    "Mars (Lan et al. 2021, table 2)": {
+    "Mars (Lan et al. 2021, as in its authors' slides)": {
         "inception-v3": {
             "gpu-only": 0.071,
             "grouper-placer": 0.067,

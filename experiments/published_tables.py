@@ -1,9 +1,10 @@
 """The result tables of HDP and of Mars, rebuilt: every system on the same budget of evaluations.
 
 Workloads and numbers of devices are those of the papers (Mirhoseini et al. 2018, table 1; Lan et
-al. 2021, table 2), on the `k40` machines with analytic costs; the rows of Mars have a memory limit
-that one GPU does not keep. Writes docs/results/published_tables.json after every run; a run that is
-in the file already is not done again. Tables and pictures are made from it by `tables.py`. Run:
+al. 2021, as in its authors' slides), on the `k40` machines with analytic costs; the rows of Mars
+have a memory limit that one GPU does not keep. Writes docs/results/published_tables.json after each
+run; a run that is in the file already is not done again. Tables and pictures are made from it by
+`tables.py`. Run:
 `python experiments/published_tables.py [--budget 2400ev] [--seeds 0,1,2,3,4] [--workers 2]
 [--rows nmt-4,gnmt-4] [--placers post,mars]`.
 """

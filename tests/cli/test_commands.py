@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from devplace.cli import main
+
 MLP = """
 import torch
 
@@ -104,7 +106,7 @@ def test_compare_json_has_the_fixed_form(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert set(data) == {"model", "machine", "lower_bound_ns", "rows"}
+    assert set(data) == {"model", "machine", "lower_bound_ns", "rows", "notes"}
     names = [row["placer"] for row in data["rows"]]
     assert names == [
         "single",
@@ -204,7 +206,28 @@ def test_placers_that_learn_write_curves_and_resume(folder: Path) -> None:
     assert len(curves.read_text().splitlines()) == 5
     done = devplace(*options, "--placer", "single", "--log-dir", "runs", cwd=folder)
     refused(done, 2, "single does not learn", "post-ce")
-    refused(devplace(*options, "--placer", "post", "--resume", cwd=folder), 2, "log_dir")
+    refused(devplace(*options, "--placer", "post", "--resume", cwd=folder), 2, "--log-dir")
+    checkpoint = curves.with_name("checkpoint.pt")
+    assert f"went on from evaluation 40 of {checkpoint.parent.relative_to(folder)}" in again.stdout
+    other = devplace(*learning, "--budget", "40ev", "--seed", "1", "--resume", cwd=folder)
+    assert "started anew, as runs has no checkpoint of this run" in other.stdout
+    checkpoint.write_bytes(b"no checkpoint")
+    broken = devplace(*learning, "--budget", "80ev", "--resume", cwd=folder)
+    refused(broken, 2, "Cannot resume from", "checkpoint.pt", "delete the file")
+
+
+def test_compare_refuses_curves_of_placers_that_have_none(folder: Path) -> None:
+    """--log-dir and --resume need one placer that learns; its notes are told beside its name."""
+    options = ("compare", "mlp.py:build", "--machine", "cpux2", "--budget", "20ev")
+    for names in ("plain", "single,even"):
+        done = devplace(*options, "--placers", names, "--log-dir", "none", cwd=folder)
+        refused(done, 2, "None of these placers learns", "leave out --log-dir", "post-ce")
+    assert not (folder / "none").exists()
+    learning = ("--placers", "single,post", "--log-dir", "some", "--resume")
+    done = devplace(*options, *learning, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "note: post: started anew, as some has no checkpoint" in done.stdout
+    assert len(list((folder / "some").iterdir())) == 1
 
 
 def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
@@ -427,3 +450,21 @@ def test_ctrl_c_keeps_the_best_plan_so_far(folder: Path) -> None:
     )
     refused(done, 130, "interrupted")
     assert json.loads((folder / "cut.json").read_text())["format"] == "devplace plan"
+
+
+@pytest.mark.parametrize(
+    ("value", "shows"), [("", False), ("0", False), ("off", False), ("False", False), ("1", True)]
+)
+def test_debugging_is_off_where_its_variable_says_so(
+    value: str, shows: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DEVPLACE_DEBUG set to 0, off or false is as if it were not set: a line, no traceback."""
+
+    def broken(**options: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("devplace.cli.commands.devplace", broken)
+    monkeypatch.setenv("DEVPLACE_DEBUG", value)
+    with pytest.raises(RuntimeError if shows else SystemExit):
+        main()
+    assert ("internal error: RuntimeError: a fault" in capsys.readouterr().err) != shows

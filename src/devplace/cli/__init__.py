@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+_OFF = ("", "0", "false", "off", "no")
+
 
 def main() -> None:
     """Run the command line; every error is one line on stderr and an exit code."""
@@ -20,7 +22,7 @@ def main() -> None:
         print(f"devplace: cannot write the output: {error.strerror}.", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        if os.environ.get("DEVPLACE_DEBUG"):
+        if os.environ.get("DEVPLACE_DEBUG", "").strip().lower() not in _OFF:
             raise
         text = " ".join(str(error).split())
         print(

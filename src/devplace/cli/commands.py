@@ -90,7 +90,9 @@ def _learning_options(command: F) -> F:
             help="Curves and checkpoints of placers that learn.",
         ),
         click.option(
-            "--resume", is_flag=True, help="Go on from the checkpoint that --log-dir has."
+            "--resume",
+            is_flag=True,
+            help="Go on from the checkpoint of the same run in --log-dir, if it has one.",
         ),
     ]
     for option in reversed(options):

@@ -51,6 +51,16 @@ class Outputs:
         if self.plan is not None and self.html is not None:
             refuse_overwriting(self.html, [self.plan])
 
+    def require_learning(self, names: Sequence[str]) -> None:
+        """A folder for curves is refused where none of these placers learns."""
+        if (self.log_dir is None and not self.resume) or any(n in placers.LEARNING for n in names):
+            return
+        one = f"Placer {names[0]} does not learn and has" if len(names) == 1 else ""
+        raise InputError(
+            f"{one or 'None of these placers learns, so there are'} no curves: leave out --log-dir "
+            f"and --resume, or use one that learns: {', '.join(placers.LEARNING)}."
+        )
+
     def logged(self, placer: Placer) -> Placer:
         """The placer, with the folder if it learns."""
         if placer.name not in placers.LEARNING or (self.log_dir is None and not self.resume):
@@ -163,6 +173,12 @@ class CompareOutcome:
         return [row for row in self.rows if isinstance(row, Result)]
 
     @property
+    def notes(self) -> list[str]:
+        """What the user should know of the problem, and of each placer's result."""
+        found = [f"{each.placer}: {note}" for each in self.results for note in each.notes]
+        return [*self.session.problem.notes, *found]
+
+    @property
     def best(self) -> Result | None:
         """The fastest plan that fits, by the objective."""
         fitting = [result for result in self.results if result.is_feasible]
@@ -194,7 +210,8 @@ class CompareOutcome:
         """For --json."""
         from devplace.report import comparison_json
 
-        return comparison_json(self.rows, problem=self.session.problem, bound=self.bound)
+        found = comparison_json(self.rows, problem=self.session.problem, bound=self.bound)
+        return {**found, "notes": self.notes}
 
     def print(self) -> None:
         """For people."""
@@ -210,6 +227,8 @@ class CompareOutcome:
             f"{graph.meta.get('device', 'cpu')}; {self.session.problem.costs.origin} costs"
         )
         console.print(comparison_table(self.rows, problem=self.session.problem, bound=self.bound))
+        for note in self.notes:
+            click.echo(f"note: {note}")
         if self.best is not None:
             for line in self.outputs.lines(self.best):
                 click.echo(line)
@@ -225,11 +244,7 @@ def plan(
 ) -> PlanOutcome:
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
     placer, limits = outputs.logged(placers.by_name(placer_name)), Budget.parse(budget)
-    if (outputs.log_dir is not None or outputs.resume) and placer_name not in placers.LEARNING:
-        raise InputError(
-            f"Placer {placer_name} does not learn and has no curves: leave out --log-dir and "
-            f"--resume. Those that learn: {', '.join(placers.LEARNING)}."
-        )
+    outputs.require_learning([placer_name])
     outputs.check(request)
     if confirms and request.objective != "latency":
         raise InputError(
@@ -284,6 +299,7 @@ def compare(
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
     chosen = [outputs.logged(placer) for placer in _choose(names, request.objective)]
+    outputs.require_learning([placer.name for placer in chosen])
     limits = Budget.parse(budget)
     outputs.check(request)
     session = open_session(request)

@@ -39,6 +39,7 @@ class StepLoadSolution:
         evaluations: Moves tried and placements simulated.
         seconds: Time taken.
         is_interrupted: Whether Ctrl-C ended the search.
+        notes: What the user should know of the search.
     """
 
     device: I32
@@ -49,6 +50,7 @@ class StepLoadSolution:
     evaluations: int
     seconds: float
     is_interrupted: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def value_ns(self) -> int:

@@ -68,6 +68,7 @@ class Evaluator:
         runners_up: Good placements of other kinds; placers set its `heading`.
         proved_ns: A step time that an exact placer proved no placement that fits can beat.
         is_infeasible: Whether an exact placer proved that no placement fits.
+        notes: What a placer wants the user to know.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Evaluator:
         self.runners_up = RunnersUp()
         self.proved_ns = 0
         self.is_infeasible = False
+        self.notes: list[str] = []
         self.threads = threads or num_cores()
         self._started = time.monotonic()
         self._best: tuple[int, I32, I64 | None] | None = None  # step, devices, priorities of tasks
@@ -103,6 +105,11 @@ class Evaluator:
         members = np.bincount(wires.pool[wires.pool >= 0], minlength=len(self._pool_limits))
         shares = self._pool_limits // np.maximum(members, 1)  # each member may hold a copy
         self.memory_cannot_bind = total <= min([*self._limits.tolist(), *shares.tolist()])
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether step times are measured instead of simulated."""
+        return self._measure is not None
 
     @property
     def seconds(self) -> float:

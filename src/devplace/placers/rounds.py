@@ -98,7 +98,7 @@ def search(
         evaluations=sum(found.evaluations for found in rounds),
         seconds=sum(found.seconds for found in rounds),
         history=tuple((n + spent, s + seconds, step) for n, s, step in best.history),
-        notes=(_note(problem, room),) if len(rounds) > 1 else (),
+        notes=(*best.notes, *((_note(problem, room),) if len(rounds) > 1 else ())),
         proved_ns=rounds[0].proved_ns,  # the others had lower limits
         is_infeasible=rounds[0].is_infeasible,
     )
@@ -146,6 +146,7 @@ def _search(
         tuple(evaluate.history),
         evaluate.next_best(MOST_RUNNERS_UP),
         interrupted,
+        tuple(evaluate.notes),
         proved_ns=evaluate.proved_ns,
         is_infeasible=evaluate.is_infeasible,
         others=evaluate.next_best(MOST_KNOWN),

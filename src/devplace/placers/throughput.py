@@ -115,6 +115,7 @@ def place_throughput(
         ((found.evaluations, found.seconds, timeline.makespan_ns),),
         bound,
         found.is_interrupted,
+        notes=found.notes,
         loads_ns=loads,
         load_bound_ns=found.bound_ns,
         how=found.how,
@@ -168,4 +169,5 @@ def _by_placer(
         found.evaluations,
         found.seconds,
         found.is_interrupted,
+        found.notes,
     )

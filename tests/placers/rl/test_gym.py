@@ -119,3 +119,33 @@ def test_kinds_of_episodes_are_checked() -> None:
     """A misspelt kind is told."""
     with pytest.raises(InputError, match="op, group or whole, got 'ops'"):
         env_of(three_ops(), "ops")
+
+
+@pytest.mark.parametrize("action", [-1, 2, 0.5, None, "gpu:0", [0]])
+def test_an_action_that_is_no_device_is_refused(action: Any) -> None:
+    """Neither rounded nor counted from the end; what was placed before stays."""
+    env = env_of(three_ops(), "op")
+    env.reset()
+    env.step(1)
+    with pytest.raises(InputError, match=r"An action must be .*0 to 1, got"):
+        env.step(action)
+    assert env.step(0)[0]["placed"].tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("action", [[0, 1], [0, -1, 1], [0, 1, 2], [0.0, 1.0, 1.0], 1])
+def test_a_whole_action_has_a_device_for_each_group(action: Any) -> None:
+    """Wrong number, range or kind: refused, and nothing is counted."""
+    env = env_of(three_ops(), "whole")
+    env.reset()
+    with pytest.raises(InputError, match=r"An action must be .*0 to 1, got"):
+        env.step(action)
+    assert env.environment.evaluate.num_evaluations == 0
+
+
+def test_an_environment_needs_something_to_place() -> None:
+    """A graph of sources alone, or no group, is refused in a sentence."""
+    problem = hand_problem("x = input bytes=1", hand_machine({"gpu:0": 9, "gpu:1": 9}))
+    with pytest.raises(InputError, match="sources and views only"):
+        env_of(problem, "op")
+    with pytest.raises(InputError, match="groups must be at least 1, got 0"):
+        env_of(three_ops(), "group", groups=0)

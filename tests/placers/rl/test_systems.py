@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.placers.rl.cases import curves, layered, logged, three_ops
 from tests.strategies import random_problem
 
 from devplace import placers
-from devplace.errors import InfeasibleError, InputError
+from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers import LEARNING, place
 from devplace.placers.rl.costs import sqrt_reward
 from devplace.placers.rl.options import TrainingOptions
@@ -263,6 +264,40 @@ def test_measured_rewards_are_learned_from(name: str) -> None:
 
     place(problem, small(name), "400ev", 0, measure=measure)
     assert np.mean(seen[-40:]) > np.mean(seen[:40]) + 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "rule"),
+    [
+        ("colocrl", "samples", 0, "a whole number, at least 1, got 0"),
+        ("spotlight", "hidden", 7, "an even number, at least 2, got 7"),
+        ("hdp", "groups", 0, "a whole number, at least 1, got 0"),
+        ("hdp", "failing_s", 0.0, "a number, more than 0, got 0.0"),
+        ("post", "elite", 1.5, "a number, more than 0, 1 at most, got 1.5"),
+        ("post-ce", "per_update", 2.5, "a whole number, at least 1, got 2.5"),
+        ("placeto", "reward", "best", "improvement or final, got 'best'"),
+        ("placeto", "decay_evaluations", 0, "a whole number, at least 1, got 0"),
+        ("mars", "epochs", 0, "a whole number, at least 1, got 0"),
+        ("mars", "memory", "soft", "published or hard, got 'soft'"),
+        ("encoder-placer", "learning_rate", float("nan"), "a number, 0 or more, got nan"),
+        ("grouper-placer", "coarse_groups", -1, "a whole number, at least 1, got -1"),
+        ("learned", "steps", -1, "a whole number, at least 0, got -1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    name: str, setting: str, value: Any, rule: str
+) -> None:
+    """When the placer is made: which setting, what it must be, what it is."""
+    with pytest.raises(InputError, match=re.escape(f"{setting} of placer {name} must be {rule}")):
+        replace(placers.by_name(name), **{setting: value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_ops_there_is_nothing_to_learn(name: str) -> None:
+    """A graph of sources alone is refused in a sentence, by every system."""
+    problem = hand_problem("x = input bytes=1", hand_machine({"gpu:0": 9, "gpu:1": 9}))
+    with pytest.raises(ProblemError, match="sources and views only"):
+        place(problem, placers.by_name(name), "20ev", 0)
 
 
 def test_rewards_rise_as_steps_shrink() -> None:

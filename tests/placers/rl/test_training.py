@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tests.placers.rl.cases import curves, layered, logged, three_ops
+from tests.placers.rl.test_systems import small
 
 from devplace.errors import InputError
 from devplace.placers import Budget, Evaluator, PostPpo, place
+from devplace.placers.rl import curves as rl_curves
 from devplace.placers.rl.options import TrainingOptions
 
 
@@ -50,6 +55,70 @@ def test_a_finished_run_can_be_continued(tmp_path: Path) -> None:
     assert more.placement.devices.tolist() == whole.placement.devices.tolist()
     assert more.evaluations == whole.evaluations == 200
     assert len(curves(tmp_path / "a")) == len(curves(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("name", ["post-ppo", "colocrl", "hdp", "placeto", "mars", "learned"])
+def test_a_budget_that_ends_within_an_update_leaves_no_trace(name: str, tmp_path: Path) -> None:
+    """A run whose last update was cut, and then goes on, is one long run: history and curves."""
+    problem, parts = layered(2), []
+    for folder, budgets in (("a", ("47ev", "93ev")), ("b", ("93ev",))):
+        for budget in budgets:
+            placer = logged(small(name), tmp_path / folder, resume=True)
+            found = place(problem, placer, budget, 0)
+        rows = [{**row, "seconds": 0} for row in curves(tmp_path / folder)]
+        parts.append((found.placement.devices.tolist(), [h[::2] for h in found.history], rows))
+    assert parts[0] == parts[1]
+
+
+def test_a_measured_run_is_another_run(tmp_path: Path) -> None:
+    """Simulated steps are not taken for measured ones where a measured run is to go on."""
+    place(three_ops(), logged(PostPpo(), tmp_path), "40ev", 0)
+    measured = logged(PostPpo(), tmp_path, resume=True)
+    found = place(three_ops(), measured, "80ev", 0, measure=lambda placement: 10**6)
+    assert found.history[-1][2] == 10**6
+    assert "no checkpoint of this run" in found.notes[0]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", "other problem", "no generator"])
+def test_a_checkpoint_of_something_else_is_refused(content: bytes | str, tmp_path: Path) -> None:
+    """Empty, damaged, incomplete, of another problem: the error names the file and what to do."""
+    place(three_ops(), logged(PostPpo(), tmp_path / "a"), "40ev", 0)
+    (path,) = (tmp_path / "a").glob("*/checkpoint.pt")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "other problem":
+        place(three_ops(memory=90), logged(PostPpo(), tmp_path / "b"), "40ev", 0)
+        (other,) = (tmp_path / "b").glob("*/checkpoint.pt")
+        path.write_bytes(other.read_bytes())
+    else:
+        state = torch.load(path, weights_only=True)
+        del state["generator"]
+        torch.save(state, path)
+    with pytest.raises(InputError, match=r"Cannot resume from .*checkpoint\.pt.*delete the file"):
+        place(three_ops(), logged(PostPpo(), tmp_path / "a", resume=True), "80ev", 0)
+
+
+def test_tensorboard_keeps_what_came_before_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are evaluations, and so is the one from which an older run's rows are hidden."""
+    purged = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            purged.append(purge_step)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(rl_curves, "find_spec", lambda name: object())
+    module = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    place(three_ops(), logged(PostPpo(), tmp_path), "60ev", 0)
+    place(three_ops(), logged(PostPpo(), tmp_path, resume=True), "100ev", 0)
+    assert purged == [None, 61]
 
 
 def test_without_resume_a_run_starts_anew(tmp_path: Path) -> None:

@@ -38,11 +38,11 @@ import torch
 
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.costs import MovingAverage, failing_signal, memory_rule, sqrt_reward
-from devplace.placers.rl.environment import Environment
+from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.features import group_features
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import approximate_kl, reinforce
-from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.policies import entropy, log_prob
 from devplace.placers.rl.seq2seq import Seq2Seq
 from devplace.placers.rl.training import Training
@@ -85,9 +85,12 @@ class ColocRl:
     ignore_failing_after: int = 5000
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
+    def __post_init__(self) -> None:
+        check_settings(self, zero=("ignore_failing_after",), even=("hidden",))
+
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Wherever there are ops to place."""
+        return nothing_to_place(problem)
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

@@ -14,9 +14,10 @@ class Curves:
     Args:
         folder: Where `curves.csv` and TensorBoard's files go.
         kept: Rows of an earlier run to keep; it goes on behind them.
+        evaluations: That the last of them counts; TensorBoard hides what comes later.
     """
 
-    def __init__(self, folder: Path, kept: int = 0) -> None:
+    def __init__(self, folder: Path, kept: int = 0, evaluations: int = 0) -> None:
         self.rows = kept
         self._path = folder / "curves.csv"
         self._columns: list[str] = []
@@ -24,7 +25,7 @@ class Curves:
         self._path.write_text("".join(old))
         if old:
             self._columns = next(csv.reader(old[:1]))
-        self._board = _board(folder, kept)
+        self._board = _board(folder, evaluations + 1 if kept else None)
 
     def add(self, row: dict[str, Any]) -> None:
         """Write a row; the first decides the columns."""
@@ -48,10 +49,10 @@ class Curves:
             csv.writer(file, lineterminator="\n").writerow(values)
 
 
-def _board(folder: Path, kept: int) -> Any:
+def _board(folder: Path, purge_step: int | None) -> Any:
     """TensorBoard's writer, or None where it is not installed."""
     if find_spec("tensorboard") is None:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder), purge_step=kept or None)
+    return SummaryWriter(str(folder), purge_step=purge_step)

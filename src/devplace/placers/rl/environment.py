@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.grouping import Grouping
-from devplace.problem import Placement
+from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -34,6 +34,13 @@ class Outcome:
         return self.overflow_bytes > 0
 
 
+def nothing_to_place(problem: Problem) -> str:
+    """Why no policy can learn here; empty if one can."""
+    if problem.core.tasks.num_tasks:
+        return ""
+    return "the graph has sources and views only, so there is no op to learn a device for"
+
+
 class Environment:
     """Scores placements of groups on the usable devices. An action is an index into `devices`.
 
@@ -49,6 +56,7 @@ class Environment:
         allowed: Actions each group may take. bool `[M, A]`
         best_key: Overflow and step time of the best so far.
         best_actions: Its actions. int32 `[M]`
+        is_cut: Whether the budget allowed fewer placements than were wanted once.
     """
 
     def __init__(self, evaluate: Evaluator, grouping: Grouping) -> None:
@@ -58,6 +66,7 @@ class Environment:
         self.allowed = np.ascontiguousarray(grouping.allowed[:, self.devices])
         self.best_key: tuple[int, int] | None = None
         self.best_actions = np.zeros(grouping.num_groups, np.int32)
+        self.is_cut = False
 
     @property
     def num_groups(self) -> int:
@@ -76,10 +85,11 @@ class Environment:
 
     def room(self, wanted: int) -> int:
         """How many of `wanted` placements the budget still allows; 0 when it is spent."""
-        if self.evaluate.exhausted:
-            return 0
         most = self.evaluate.budget.evaluations
-        return wanted if most is None else min(wanted, most - self.evaluate.num_evaluations)
+        left = wanted if most is None else min(wanted, most - self.evaluate.num_evaluations)
+        left = 0 if self.evaluate.exhausted else left
+        self.is_cut |= left < wanted
+        return left
 
     def __call__(self, actions: NDArray[np.integer]) -> Outcome:
         """Score placements; ask `room` before how many there may be.

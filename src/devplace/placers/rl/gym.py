@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from devplace.errors import InputError
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.costs import failing_signal, sqrt_reward
-from devplace.placers.rl.environment import Environment, Outcome
+from devplace.placers.rl.environment import Environment, Outcome, nothing_to_place
 from devplace.placers.rl.features import (
     device_features,
     group_bytes,
@@ -77,7 +77,7 @@ class PlacementEnv(gymnasium.Env[dict[str, Any], Any]):
         edges: Which group reads from which, int64 `[2, E]`, and the bytes: `edge_bytes` `[E]`.
 
     Raises:
-        InputError: No such kind of episode.
+        InputError: No such kind of episode, no group, or nothing to place.
     """
 
     def __init__(
@@ -89,6 +89,10 @@ class PlacementEnv(gymnasium.Env[dict[str, Any], Any]):
     ) -> None:
         if episode not in ("op", "group", "whole"):
             raise InputError(f"An episode must be op, group or whole, got {episode!r}.")
+        if groups < 1:
+            raise InputError(f"groups must be at least 1, got {groups}.")
+        if reason := nothing_to_place(evaluate.problem):
+            raise InputError(f"An agent cannot place this: {reason}.")
         self.problem = evaluate.problem
         self.grouping = (
             colocation(self.problem) if episode == "op" else colocated(self.problem, groups)
@@ -125,15 +129,20 @@ class PlacementEnv(gymnasium.Env[dict[str, Any], Any]):
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Place the group whose turn it is, or all."""
+        """Place the group whose turn it is, or all.
+
+        Raises:
+            InputError: The episode is over, or no such device.
+        """
         if self._turn >= len(self._placed):
             raise InputError("This episode is over: call reset() before the next step().")
+        chosen = self._checked(action)
         if self._is_whole:
-            self._placed = np.array(action, np.int64)
+            self._placed = chosen
             self._turn = len(self._placed)
         else:
             self._placed = self._placed.copy()
-            self._placed[self._turn] = int(action)
+            self._placed[self._turn] = chosen
             self._turn += 1
         if self._turn < len(self._placed):
             return self._observation(), 0.0, False, False, {}
@@ -146,6 +155,18 @@ class PlacementEnv(gymnasium.Env[dict[str, Any], Any]):
             "is_feasible": not bool(outcome.failed[0]),
         }
         return self._observation(), float(self._reward(outcome)[0]), True, False, info
+
+    def _checked(self, action: Any) -> NDArray[np.int64]:
+        """The action as indices of devices."""
+        found, most = np.asarray(action), self.environment.num_actions - 1
+        shape = self._placed.shape if self._is_whole else ()
+        if found.shape != shape or found.dtype.kind not in "iub":
+            what = f"{shape[0]} indices of devices" if shape else "the index of a device"
+            raise InputError(f"An action must be {what}, 0 to {most}, got {action!r}.")
+        if found.min(initial=0) < 0 or found.max(initial=0) > most:
+            wrong = found[(found < 0) | (found > most)].flat[0]
+            raise InputError(f"An action must be an index of `devices`, 0 to {most}, got {wrong}.")
+        return found.astype(np.int64)
 
     def _observation(self) -> dict[str, Any]:
         turn = min(self._turn, len(self._placed) - 1)

@@ -44,7 +44,9 @@ Differs from paper and code in:
 - Ops that must share a device (colocation groups) are one row; it sums types and shapes and has the
   neighbours of the first.
 - The gradient's norm is bounded for each network by itself: log p(g) sums thousands of ops.
-- The baseline begins at the first rewards, not at the failing signal.
+- The baseline begins at the first rewards, not at the failing signal. Placements are drawn to the
+  end; the code repeats one after 500 steps. Blocks of a group's embedding are scaled one by one
+  (`features.group_features`).
 - `memory = "hard"` has failures cost more than all that fit (`costs.HardLimit`) and count always.
 
 The paper's ablations: `HdpNoGrouping`, a feed-forward network that gives each op a device by
@@ -65,13 +67,13 @@ from torch import Tensor, nn
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl import policies
 from devplace.placers.rl.costs import MovingAverage, failing_signal, memory_rule, sqrt_reward
-from devplace.placers.rl.environment import Environment
+from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.grouping import colocation
 from devplace.placers.rl.losses import approximate_kl, reinforce
 from devplace.placers.rl.mlp import Mlp
 from devplace.placers.rl.noise import NoisySeq2Seq, noise_of, noisy
 from devplace.placers.rl.op_embeddings import OpEmbeddings
-from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.policies import bounded, entropy, masked, sample
 from devplace.placers.rl.training import Training
 from devplace.problem import Placement, Problem
@@ -126,9 +128,12 @@ class Hdp:
     ignore_failing_after: int = 1000
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
+    def __post_init__(self) -> None:
+        check_settings(self, zero=("noise_samples", "ignore_failing_after"), even=("hidden",))
+
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Wherever there are ops to place."""
+        return nothing_to_place(problem)
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

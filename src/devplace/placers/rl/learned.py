@@ -53,10 +53,10 @@ from torch import Tensor, nn
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.costs import HardLimit
 from devplace.placers.rl.count_head import RULE
-from devplace.placers.rl.environment import Outcome
+from devplace.placers.rl.environment import Outcome, nothing_to_place
 from devplace.placers.rl.grouping import Grouping
 from devplace.placers.rl.losses import approximate_kl, ppo_clip, standardised
-from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.pair_policy import PairPolicy
 from devplace.placers.rl.partings import Partings, joined_outcomes
 from devplace.placers.rl.policies import entropy, log_prob, sample
@@ -90,9 +90,12 @@ class Learned:
     hidden: int = 32
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
+    def __post_init__(self) -> None:
+        check_settings(self, zero=("steps",))
+
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Wherever there are ops to place."""
+        return nothing_to_place(problem)
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

@@ -48,10 +48,10 @@ from devplace.placers.rl.advantages import scaled
 from devplace.placers.rl.costs import MovingAverage, failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.dgi import Discriminator, pretrain
 from devplace.placers.rl.encoders import GcnEncoder, NodeGraph, node_graph
-from devplace.placers.rl.environment import Environment
+from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.grouping import colocated, colocation
 from devplace.placers.rl.losses import approximate_kl, ppo_clip
-from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.policies import entropy, log_prob
 from devplace.placers.rl.segments import SegmentSeq2Seq
 from devplace.placers.rl.training import Training
@@ -128,9 +128,12 @@ class Mars:
     failing_s: float = 100.0
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
+    def __post_init__(self) -> None:
+        check_settings(self, zero=("groups", "pretraining_steps"), even=("hidden",))
+
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Wherever there are ops to place."""
+        return nothing_to_place(problem)
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

@@ -85,6 +85,11 @@ class Partings:
         return self.environment(RULE).room(wanted)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the budget allowed fewer placements than were wanted once."""
+        return self.environment(RULE).is_cut
+
+    @property
     def best_key(self) -> tuple[int, int] | None:
         """Overflow and step time of the best so far, whatever its count."""
         best = self._best()

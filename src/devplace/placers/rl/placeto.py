@@ -21,9 +21,10 @@ Memory: a placement over the limits counts `s_per_gb` more for each GB, at most 
 That is blind to a measured run that fails within the limits; `memory = "hard"` is not.
 
 Hyper-parameters. From the released code: 8 rounds, g = 1, baseline over 10 episodes, gradient norm
-1.25, 2 s per GB up to 10 s, learning rate and entropy weight that fall linearly, hidden layer of
-the policy twice as wide as its input. Chosen here, as evaluations are few: number of groups;
-and compared on 48 groups: kind of reward, episodes per update, learning rates, entropy weight.
+1.25, 2 s per GB up to 10 s, learning rate (to a tenth) and entropy weight that fall linearly, two
+hidden layers of the policy, twice and once as wide as its input. Chosen here, as evaluations are
+few: number of groups; and compared on 48 groups: kind of reward, episodes per update, learning
+rates, entropy weight.
 
 Differs from the released code in:
 
@@ -53,12 +54,12 @@ from torch import Tensor, nn
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.advantages import discounted, scaled
 from devplace.placers.rl.costs import HardLimit, PublishedRule, memory_rule, soft_penalty
-from devplace.placers.rl.environment import Environment, Outcome
+from devplace.placers.rl.environment import Environment, Outcome, nothing_to_place
 from devplace.placers.rl.features import group_adjacency, group_bytes, group_costs, group_edges
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import reinforce
 from devplace.placers.rl.mlp import Mlp
-from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.policies import entropy, log_prob, masked, sample
 from devplace.placers.rl.training import Training, Values
 from devplace.problem import Placement, Problem
@@ -120,9 +121,12 @@ class Placeto:
     most_s: float = 10.0
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
+    def __post_init__(self) -> None:
+        check_settings(self, zero=("rounds",))
+
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Wherever there are ops to place."""
+        return nothing_to_place(problem)
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

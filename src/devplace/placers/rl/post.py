@@ -20,8 +20,8 @@ chosen here and tuned on nmt-4: K, N, eps, the learning rates, the penalty.
 
 Differs from the paper in:
 
-- The advantage A is a reward -sqrt(step) less a moving average, scaled to unit deviation over
-  the K samples. The paper's is not known.
+- The advantage A is a reward -sqrt(step) less the mean of the K samples, scaled to unit deviation
+  over them. The paper's is not known. The moving average of rewards is for the curves alone.
 - Groups come from `grouping.colocated`, at most `groups` of them.
 - Memory: a placement that does not fit costs more than all that fit (`costs.HardLimit`); the paper
   has no rule for these.
@@ -44,10 +44,10 @@ from torch import Tensor, nn
 
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.costs import HardLimit, MovingAverage, sqrt_reward
-from devplace.placers.rl.environment import Environment
+from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import adapted_beta, ppo_penalty, reinforce, standardised
-from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.policies import divergence, entropy, log_prob, masked, sample
 from devplace.placers.rl.training import Training, Values
 from devplace.problem import Placement, Problem
@@ -68,7 +68,7 @@ class Post:
         steps: Gradient steps per PPO update; 0: none of these.
         learning_rate: Of these steps (Adam).
         kl_target: Divergence per group that the penalty aims at, nats.
-        baseline_decay: Of the moving average of rewards.
+        baseline_decay: Of the moving average of rewards in the curves; nothing is learned from it.
         is_plain: Plain policy gradient: one step per K samples, without PPO's ratio and penalty.
         training: Curves, checkpoints, early stop.
     """
@@ -86,9 +86,12 @@ class Post:
     is_plain: bool = False
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
+    def __post_init__(self) -> None:
+        check_settings(self, zero=("per_batch", "steps"))
+
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Wherever there are ops to place."""
+        return nothing_to_place(problem)
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

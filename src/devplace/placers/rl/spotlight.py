@@ -38,11 +38,11 @@ from torch import Tensor
 
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.costs import failing_signal, memory_rule, sqrt_reward
-from devplace.placers.rl.environment import Environment
+from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.features import group_features
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import adapted_beta, ppo_penalty, standardised
-from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.policies import divergence, entropy, log_prob
 from devplace.placers.rl.seq2seq import Seq2Seq
 from devplace.placers.rl.training import Training, Values
@@ -85,9 +85,12 @@ class Spotlight:
     failing_s: float = 100.0
     training: TrainingOptions = field(default=TrainingOptions(), repr=False)
 
+    def __post_init__(self) -> None:
+        check_settings(self, even=("hidden",))
+
     def supports(self, problem: Problem) -> str:
-        """Always."""
-        return ""
+        """Wherever there are ops to place."""
+        return nothing_to_place(problem)
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol
@@ -24,6 +25,17 @@ from devplace.placers.rl.options import TrainingOptions
 from devplace.problem import Problem
 
 CHECKPOINT = "checkpoint.pt"
+# What torch.load and what takes its result over raise for other files.
+UNREADABLE = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Scored(Protocol):
@@ -38,6 +50,10 @@ class Scored(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the budget allowed fewer placements than an update wanted."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From `state_dict`."""
@@ -66,7 +82,7 @@ class Training:
         self.environment = environment
         self.evaluate: Evaluator = environment.evaluate
         self.rng = rng
-        self._id = run_id(placer, environment.problem, rng)
+        self._id = run_id(placer, environment.evaluate, rng)
         self._seed = int(rng.integers(2**63 - 1))
         self.generator = torch.Generator().manual_seed(self._seed)
         self.device = _device(self.options.device)
@@ -74,7 +90,7 @@ class Training:
         self._name = placer.name
         self._parts: dict[str, Any] = {}
         self._curves: Curves | None = None
-        self._saved_at = 0
+        self._saved_at = self._logged_at = 0
         self._threads = 0
         self._updates = 0
 
@@ -121,7 +137,13 @@ class Training:
         kept = 0
         if self.options.resume and (folder / CHECKPOINT).exists():
             kept = self._load(folder / CHECKPOINT)
-        self._curves = Curves(folder, kept)
+            self.evaluate.notes.append(f"went on from evaluation {self._saved_at} of {folder}")
+        elif self.options.resume:
+            self.evaluate.notes.append(
+                f"started anew, as {self.options.log_dir} has no checkpoint of this run (another "
+                f"problem, seed or setting is another run)"
+            )
+        self._curves = Curves(folder, kept, self._saved_at)
 
     @property
     def folder(self) -> Path:
@@ -145,7 +167,9 @@ class Training:
     def log(self, outcome: Outcome, **metrics: float | None) -> None:
         """Write a row of the curves, and a checkpoint when it is time.
 
-        Call it at the end of an update, with all that was scored since the last call. Columns:
+        Call it at the end of an update, with all that was scored since the last call. A checkpoint
+        is also written before an update that the budget will cut, and none after it: with a larger
+        budget that update is a whole one. Columns:
         evaluations and seconds spent; best step so far and mean of these that fit, ns; share of
         them that failed; share as good as the best so far, which tells how certain the policy is.
 
@@ -154,13 +178,16 @@ class Training:
             metrics: Such as entropy, kl, baseline, loss; the same names in each call.
         """
         self._updates += 1
+        now, most = self.evaluate.num_evaluations, self.evaluate.budget.evaluations
+        is_next_cut = most is not None and most - now < now - self._logged_at
+        self._logged_at = now
         if self._curves is None:
             return
         best = self.environment.best_key
         fits = outcome.step_ns[~outcome.failed]
         self._curves.add(
             {
-                "evaluations": self.evaluate.num_evaluations,
+                "evaluations": now,
                 "seconds": round(self.evaluate.seconds, 3),
                 "best_ns": None if best is None or best[0] else best[1],
                 "mean_ns": round(float(fits.mean())) if len(fits) else None,
@@ -169,15 +196,16 @@ class Training:
                 **metrics,
             }
         )
-        if self.evaluate.num_evaluations - self._saved_at >= self.options.checkpoint_every:
+        if is_next_cut or now - self._saved_at >= self.options.checkpoint_every:
             self._save()
 
     def _save(self) -> None:
         """Write a checkpoint in one go: after a kill the old one or the new one is there."""
-        if self._curves is None:
+        if self._curves is None or self.environment.is_cut:
             return
         self._saved_at = self.evaluate.num_evaluations
         state = {
+            "run": self._id,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
             "evaluate": self.evaluate.state_dict(),
             "environment": self.environment.state_dict(),
@@ -191,17 +219,32 @@ class Training:
         os.replace(path.with_suffix(".tmp"), path)
 
     def _load(self, path: Path) -> int:
-        """Take over a checkpoint; gives the rows of its curves."""
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for name, part in self._parts.items():
-            part.load_state_dict(state["parts"][name])
-        self.evaluate.load_state_dict(state["evaluate"])
-        self.environment.load_state_dict(state["environment"])
-        self.generator.set_state(state["generator"].cpu())
-        self.rng.bit_generator.state = state["rng"]
-        self._saved_at, self._updates = self.evaluate.num_evaluations, state["updates"]
+        """Take over a checkpoint; gives the rows of its curves.
+
+        Raises:
+            InputError: Unreadable, or of another run.
+        """
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state["run"] != self._id:
+                raise ValueError(f"it is of run {state['run']}, this is {self._id}")
+            for name, part in self._parts.items():
+                part.load_state_dict(state["parts"][name])
+            self.evaluate.load_state_dict(state["evaluate"])
+            self.environment.load_state_dict(state["environment"])
+            self.generator.set_state(state["generator"].cpu())
+            self.rng.bit_generator.state = state["rng"]
+            self._updates, rows = state["updates"], int(state["rows"])
+        except UNREADABLE as error:
+            why = (str(error).splitlines() or [""])[0]
+            raise InputError(
+                f"Cannot resume from {path}: it is no checkpoint of this run "
+                f"({type(error).__name__}: {why[:120]}). To start anew, leave out resume or delete "
+                f"the file."
+            ) from error
+        self._saved_at = self._logged_at = self.evaluate.num_evaluations
         self.is_resumed = True
-        return int(state["rows"])
+        return rows
 
     @property
     def updates(self) -> int:
@@ -228,13 +271,16 @@ def _equals(outcome: Outcome, best: tuple[int, int] | None) -> NDArray[np.bool_]
     return found
 
 
-def run_id(placer: Any, problem: Problem, rng: np.random.Generator) -> str:
-    """Text that changes with hyper-parameters, problem and seed; budget and logging do not."""
+def run_id(placer: Any, evaluate: Evaluator, rng: np.random.Generator) -> str:
+    """Text that changes with hyper-parameters, problem and seed, and whether steps are measured;
+    budget and logging do not change it."""
+    problem = evaluate.problem
     found = hashlib.sha256(repr(replace(placer, training=TrainingOptions())).encode())
     found.update(graph_fingerprint(problem.graph).encode())
-    wires = problem.core.wires
-    for array in (wires.duration_ns, wires.transfer_ns, wires.limit_bytes, problem.allowed):
-        found.update(array.tobytes())
+    for field in fields(problem.core.wires):
+        found.update(np.asarray(getattr(problem.core.wires, field.name)).tobytes())
+    found.update(problem.core.tasks.workspace_bytes.tobytes() + problem.allowed.tobytes())
+    found.update(b"measured" if evaluate.is_measured else b"")
     found.update(repr((problem.machine, rng.bit_generator.state)).encode())
     return found.hexdigest()[:12]
 
