@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.graph import OpGraph
 
 Progress = Callable[[str, int], None]
+_one_at_a_time = threading.RLock()  # a trace changes what is torch's for the whole process
 
 
 def capture(
@@ -82,16 +84,25 @@ def capture(
 
     Complexity: Linear, about 1 ms of CPU per op.
     """
-    model = unwrap(model)
-    request = _request(
-        model,
-        loss_fn,
-        optimizer,
-        make_batch(example_inputs, example_kwargs, micro_batches),
-        clip_grad_norm,
-        autocast,
-        device,
-    )
+    with _one_at_a_time:
+        model = unwrap(model)
+        request = _request(
+            model,
+            loss_fn,
+            optimizer,
+            make_batch(example_inputs, example_kwargs, micro_batches),
+            clip_grad_norm,
+            autocast,
+            device,
+        )
+        step, gm = _traced(request, progress)
+        meta = _meta(request, micro_batches)
+        return to_graph(gm, step, name or type(model).__name__, meta)
+
+
+def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx.GraphModule]:
+    """Trace the step, and see that nothing on the host decided what it computes."""
+    model = request.model
     tagger = Tagger(model, progress)
     step = Step(request, tagger)
     with torch.inference_mode(False), undisturbed(model) as host_random:
@@ -105,8 +116,7 @@ def capture(
             "The step must not seed torch's generator: torch.manual_seed in forward would be lost. "
             "Seed outside the step."
         )
-    meta = _meta(request, micro_batches)
-    return to_graph(gm, step, name or type(model).__name__, meta)
+    return step, gm
 
 
 def _request(

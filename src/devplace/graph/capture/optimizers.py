@@ -260,7 +260,8 @@ def make_update(
         )
     rules: dict[str, UpdateRule] = {}
     for index, group in enumerate(optimizer.param_groups):
-        options = {k: _plain(v) for k, v in group.items() if k != "params"}
+        known = ("lr", "momentum", *_FIXED_OPTIONS[kind])  # a group may hold others of the user's
+        options = {k: _plain(v) for k, v in group.items() if k in known}
         options.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
         for param in group["params"]:
             name = aliases.get(id(param))
