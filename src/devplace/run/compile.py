@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from devplace.errors import ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
-from devplace.run.captured import CapturedFacts
+from devplace.run.captured import CapturedFacts, SharedValues
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import StepOutcome
 from devplace.run.executors import Executor, make_executor
@@ -135,6 +135,8 @@ class Step:
             self._steps_since_capture = self._state.steps_since_capture()
             for op, value in values.items():
                 self.executor.put(op, value)
+            self._shared = SharedValues(self._graph.program, self._state.named_tensors())
+            self._is_synced = True
             self._lost_by = ""
 
     def sync(self) -> None:
@@ -149,7 +151,10 @@ class Step:
         self._check_process()
         with self._lock, torch.inference_mode(False):
             self._check_state()
+            self._facts.check_parts()
             self._state.write(self.executor.get, self._steps_since_capture)
+            self._shared.note()
+            self._is_synced = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -186,6 +191,7 @@ class Step:
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         self._check_state()
         self._facts.check()
+        self._shared.check(self.executor.get, self._is_synced)
         number = self._steps_since_capture + 1
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
@@ -200,6 +206,7 @@ class Step:
                 self._lost_by = str(error)
             raise
         self._steps_since_capture = number
+        self._is_synced = not self._graph.replaced
         if self._optimizer is not None:
             self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:

@@ -20,9 +20,11 @@ from devplace.graph.capture.loss import loss_call
 from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.refuse import (
     explain,
+    is_same_graph,
     refuse_hidden_state,
     refuse_hooks,
     refuse_recomputed_random,
+    refuse_stray_parameters,
     unwrap,
 )
 from devplace.graph.capture.sources import Sources, find_sources
@@ -116,7 +118,28 @@ def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx
             "The step must not seed torch's generator: torch.manual_seed in forward would be lost. "
             "Seed outside the step."
         )
+    if step.host_state:
+        _refuse_host_state(step, gm)
     return step, gm
+
+
+def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
+    """Refuse a step that would be another one after it has run: its plain values stay as they are.
+
+    Raises:
+        CaptureError: Names the first of the values that running the step changes.
+    """
+    model = step.request.model
+    again = Step(step.request, Tagger(model))
+    with torch.inference_mode(False), undisturbed(model), step.with_host_state():
+        after = _trace(again, _fakes(again), again.tagger)
+    if not is_same_graph(gm, after):
+        (variable, now), *_ = step.host_state
+        raise CaptureError(
+            f"What a step computes must not depend on plain values that it changes: {variable.name} "
+            f"goes from {variable.value!r} to {now!r} in a step, and a captured step keeps the "
+            f"first. Keep it in a buffer (register_buffer), or pass it as an input tensor."
+        )
 
 
 def _request(
@@ -140,7 +163,17 @@ def _request(
     call = model if mode == "inference" else loss_call(model, loss_fn)
     kind = _device_type(sources, batch.leaves, device)
     return Request(
-        model, call, sources, batch, mode, update, clip_grad_norm, autocast, kind, optimizer
+        model,
+        call,
+        sources,
+        batch,
+        mode,
+        update,
+        clip_grad_norm,
+        autocast,
+        kind,
+        optimizer,
+        loss_fn,
     )
 
 
@@ -218,6 +251,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
             gm = tracer(*flat)
             refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
+            refuse_stray_parameters(gm, step)
             gm = make_functional(gm, flat, tagger)
     except (Exception, SystemExit) as error:
         raise explain(error, tagger) from None
