@@ -135,7 +135,7 @@ class Step:
             self._steps_since_capture = self._state.steps_since_capture()
             for op, value in values.items():
                 self.executor.put(op, value)
-            self._shared = SharedValues(self._graph.program, self._state.named_tensors())
+            self._shared = SharedValues(self._graph.program, self._state.model)
             self._is_synced = True
             self._lost_by = ""
 

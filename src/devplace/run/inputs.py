@@ -93,7 +93,9 @@ def bind_scalars(
     for binding in bindings:
         tensor = graph.tensors[graph.ops[binding.op].outputs[0]]
         dtype = getattr(torch, tensor.dtype)
-        values[binding.op] = torch.full(tensor.shape, numbers[binding.key], dtype=dtype, device="cpu")
+        values[binding.op] = torch.full(
+            tensor.shape, numbers[binding.key], dtype=dtype, device="cpu"
+        )
     return values
 
 

@@ -60,7 +60,7 @@ class ModelState:
     def present(self) -> dict[int, Any]:
         """As `read`, but what is on the meta device is given as it is."""
         self._check_optimizer()
-        tensors = self.named_tensors()
+        tensors = self._named_tensors()
         values = {}
         for binding in self._graph.program.bindings:
             if binding.kind in STORED_KINDS:
@@ -107,9 +107,11 @@ class ModelState:
 
         Raises:
             InputError: The model is on the meta device.
+            PlanMismatchError: The optimizer does not train this model's parameters any more.
         """
+        self._check_optimizer()
         replaced = self._graph.replaced
-        tensors = self.named_tensors()
+        tensors = self._named_tensors()
         bindings = [b for b in self._graph.program.bindings if b.op in replaced]
         for binding in bindings:
             if tensors[binding.key].is_meta:
@@ -140,7 +142,7 @@ class ModelState:
                 f"Pass that one, or capture again."
             )
         groups = [{id(p) for p in group["params"]} for group in self._optimizer.param_groups]
-        named = self.named_tensors()
+        named = self._named_tensors()
         for name, rule in update.rules.items():
             mine = groups[rule.group] if rule.group < len(groups) else set()
             if name in named and id(named[name]) not in mine:
@@ -149,14 +151,13 @@ class ModelState:
                     f"{name!r} is not in its group {rule.group}. Build it from this model."
                 )
 
-    def named_tensors(self) -> dict[str, Any]:
-        """Parameters and buffers of the model under all their names."""
+    def _named_tensors(self) -> dict[str, Any]:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         named.update(self.model.named_buffers(remove_duplicate=False))
         return named
 
     def _updated(self) -> Iterator[tuple[str, Any]]:
-        named = self.named_tensors()
+        named = self._named_tensors()
         for binding in self._graph.program.bindings:
             if binding.kind == "parameter" and binding.op in self._graph.replaced:
                 yield binding.key, named[binding.key]

@@ -136,9 +136,9 @@ def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
     if not is_same_graph(gm, after):
         (variable, now), *_ = step.host_state
         raise CaptureError(
-            f"What a step computes must not depend on plain values that it changes: {variable.name} "
-            f"goes from {variable.value!r} to {now!r} in a step, and a captured step keeps the "
-            f"first. Keep it in a buffer (register_buffer), or pass it as an input tensor."
+            f"What a step computes must not depend on plain values that it changes: "
+            f"{variable.name} goes from {variable.value!r} to {now!r} in a step, and a captured "
+            f"step keeps the first. Keep it in a buffer (register_buffer), or pass it as an input tensor."
         )
 
 

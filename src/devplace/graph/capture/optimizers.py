@@ -273,6 +273,11 @@ def make_update(
                 )
             if param.is_complex():
                 raise CaptureError(f"Complex parameters are not supported: {name!r}. Freeze it.")
+            if param.is_inference():
+                raise CaptureError(
+                    f"Parameters made under torch.inference_mode cannot be trained: {name!r} is "
+                    f"one. Make the model outside of it."
+                )
             start = _steps_taken(optimizer.state.get(param, {}))
             rules[name] = UpdateRule(kind, index, start, options)
     return Update(type(optimizer).__name__, _with_cohorts(rules), len(optimizer.param_groups))

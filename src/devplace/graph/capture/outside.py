@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from devplace.graph.capture.reads import Variable, enclosed, is_plain
+from devplace.graph.capture.reads import Variable, enclosed, is_plain, kept
 from devplace.graph.capture.tags import is_user_file
 
+_MOST_PARTS = 1000
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _ENCLOSED = ("LOAD_DEREF", "LOAD_CLASSDEREF")
 
@@ -42,16 +43,17 @@ class Outside:
 
 
 def find_outside(model: torch.nn.Module, loss_fn: Any) -> Outside:
-    """Follow the loss function, and the forward methods of the model's classes.
+    """Follow the loss function, and the forward methods of the model's modules.
 
     Functions of the user's are followed through the variables they name, attributes of these, and
-    the functions found there; those of installed packages are not.
+    the functions found there; those of installed packages are not. Plain attributes of modules are
+    left to `Reads`.
     """
     walk = _Walk({id(module) for module in model.modules()})
     if loss_fn is not None:
         walk.visit("loss_fn", loss_fn)
-    for kind in {type(module): None for module in model.modules()}:
-        walk.visit("", vars(kind).get("forward"))
+    for module in model.modules():
+        walk.forward_of(module)
     return walk.found
 
 
@@ -76,7 +78,7 @@ class _Walk:
             self._function(value.__func__, value.__self__)
         elif isinstance(value, types.FunctionType):
             self._function(value)
-        elif type(value) in (tuple, list, dict):
+        elif type(value) in (tuple, list, dict) and len(value) <= _MOST_PARTS:
             for part in value.values() if isinstance(value, dict) else value:
                 self.visit(name, part)
         elif isinstance(vars(type(value)).get("__call__"), types.FunctionType):
@@ -86,8 +88,11 @@ class _Walk:
         for path, module in root.named_modules():
             self._seen.add(id(module))
             self.found.modules[f"{name}.{path}" if path else name] = module
-        forward = vars(type(root)).get("forward")
-        self.visit("", forward)
+            self.forward_of(module)
+
+    def forward_of(self, module: torch.nn.Module) -> None:
+        """Go into the forward method of a module's class."""
+        self._function(getattr(type(module), "forward", None), module)
 
     def _function(self, function: Any, owner: Any = None) -> None:
         code = getattr(function, "__code__", None)
@@ -107,14 +112,11 @@ class _Walk:
     def _follow(self, name: str, holder: Any, key: str, value: Any, path: list[str]) -> None:
         """The attributes named one after another, as far as they lie in plain dicts."""
         for part in path:
-            if isinstance(value, torch.nn.Module):
-                break
             names = getattr(value, "__dict__", None)
-            is_other = isinstance(value, types.ModuleType) and not _is_users(
-                getattr(value, "__file__", None) or ""
-            )
-            if is_other or type(names) is not dict:
+            if type(names) is not dict or _is_package(value):
                 return
+            if isinstance(value, torch.nn.Module) and part in names and is_plain(names[part]):
+                return  # left to `Reads`
             if part not in names:
                 method = getattr(type(value), part, None)
                 if isinstance(method, types.FunctionType):
@@ -122,16 +124,26 @@ class _Walk:
                 return
             name, holder, key, value = f"{name}.{part}", names, part, names[part]
         if is_plain(value) and holder is not None:
-            self.found.variables.append(Variable(name, holder, key, value))
+            self.found.variables.append(Variable(name, holder, key, kept(value)))
         else:
             self.visit(name, value)
+
+
+def _is_package(value: Any) -> bool:
+    is_module = isinstance(value, types.ModuleType)
+    return is_module and not _is_users(getattr(value, "__file__", None) or "")
 
 
 def _is_users(filename: str) -> bool:
     return bool(filename) and is_user_file(filename) and "-packages" not in filename
 
 
-def _named(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
+@functools.cache
+def _named(code: types.CodeType) -> tuple[tuple[str, list[str]], ...]:
+    return tuple(_find_named(code))
+
+
+def _find_named(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
     """Variables from outside that code reads, each with the attributes read of it.
 
     The first argument counts as one under the name `self`.

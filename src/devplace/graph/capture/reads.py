@@ -5,21 +5,40 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
+_PLAIN = (int, float, bool, str, bytes, complex, type(None))
+_MOST_PARTS = 64
 _MODULE_OWN = (frozenset(dir(torch.nn.Module)) | frozenset(vars(torch.nn.Module()))) - {"training"}
 NOTHING = object()
 """Stands for no value."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, None, or a tuple of such."""
-    kind = type(value)
-    return kind in _PLAIN or (kind is tuple and all(is_plain(part) for part in value))
+    """Whether a value is a number, a text, None, or a short tuple, list or dict of such."""
+    if isinstance(value, _PLAIN):
+        return True
+    if type(value) in (tuple, list) and len(value) <= _MOST_PARTS:
+        return all(is_plain(part) for part in value)
+    if type(value) is dict and len(value) <= _MOST_PARTS:
+        return all(is_plain(part) for part in value.values())
+    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+
+
+def kept(value: Any) -> Any:
+    """A plain value that stays as it is, whatever is done to lists and dicts in it."""
+    return deepcopy(value) if type(value) in (tuple, list, dict) else value
+
+
+def differs(now: Any, value: Any) -> bool:
+    """Whether a plain value is another one now; a NaN is itself."""
+    if now is value:
+        return False
+    return (type(now) is not type(value) and not is_plain(now)) or bool(now != value)
 
 
 @dataclass(frozen=True)
@@ -45,8 +64,14 @@ class Variable:
         return self.holder.get(self.key, NOTHING)
 
     def put(self, value: Any) -> None:
-        """Give it another value."""
-        if isinstance(self.holder, types.CellType):
+        """Give it another value; a list or dict stays the same object."""
+        now = self.present()
+        if type(now) is type(value) and isinstance(now, list):
+            now[:] = kept(value)
+        elif type(now) is type(value) and isinstance(now, dict):
+            now.clear()
+            now.update(kept(value))
+        elif isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
         else:
             self.holder[self.key] = value
@@ -104,10 +129,11 @@ class Reads:
 
         def read(module: Any, name: str) -> Any:
             value = get(module, name)
-            if (type(value) in _PLAIN or type(value) is tuple) and name not in _MODULE_OWN:
-                known = found.get(id(module))
-                if known is not None and name not in known and (id(module), name) not in written:
-                    known[name] = value
+            known = found.get(id(module)) if name not in _MODULE_OWN else None
+            if known is None or name in known or (id(module), name) in written:
+                return value
+            if is_plain(value):
+                known[name] = kept(value)
             return value
 
         return read
@@ -128,12 +154,12 @@ class Reads:
             module = self._modules[name]
             for key, value in list(found.items()):
                 now = attribute(module, key)
-                if not is_plain(value) or now is NOTHING:
+                if now is NOTHING or not is_plain(now):
                     del found[key]  # of a property, say
-                elif now is not value and now != value:
+                elif differs(now, value):
                     del found[key]
                     where = f"{key!r} of module {name!r}" if name else f"{key!r} of the model"
-                    self.changed.append((Variable(where, vars(module), key, value), now))
+                    self.changed.append((Variable(where, vars(module), key, value), kept(now)))
 
 
 def attribute(module: torch.nn.Module, name: str) -> Any:

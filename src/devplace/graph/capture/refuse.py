@@ -62,8 +62,7 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
     if _SHAPE in name or "DynamicOutputShape" in text:
         return CaptureError(
             f"Shapes must not depend on values: {_op_name(text)} at {where} has an output whose "
-            f"size depends on the data. Use masks or torch.where instead of boolean "
-            f"indexing or nonzero."
+            f"size depends on the data. {_fixed_shape(_op_name(text))}"
         )
     value_read = (
         "data-dependent",
@@ -72,6 +71,8 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
         "passed to FakeTensor.__format__",
     )
     if name in _VALUE_READ or any(part in text for part in value_read):
+        if _is_under(error.__traceback__, os.path.join("torch", "distributions")):
+            return CaptureError(_checked_arguments(where))
         return CaptureError(_value_read(where, owner))
     if name == "UnsupportedOperatorException" or "no fake impl" in text or "'Meta'" in text:
         op = _op_name(text)
@@ -109,8 +110,38 @@ def _value_read(where: str, owner: Any) -> str:
         )
     return (
         f"Control flow must not depend on tensor values: {where} reads a value (.item(), "
-        f".numpy(), a formatted text or 'if tensor'). Use torch.where, or compute the condition outside the step."
+        f".numpy(), a formatted text or 'if tensor'). Use torch.where, or compute the condition "
+        f"outside the step."
     )
+
+
+def _checked_arguments(where: str) -> str:
+    return (
+        f"A distribution must not check values: {where} makes one that reads its arguments to "
+        f"check them. Pass validate_args=False, or call "
+        f"torch.distributions.Distribution.set_default_validate_args(False)."
+    )
+
+
+def _is_under(traceback: TracebackType | None, folder: str) -> bool:
+    """Whether a traceback goes through a file of a folder."""
+    while traceback is not None:
+        if folder + os.sep in traceback.tb_frame.f_code.co_filename:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _fixed_shape(op: str) -> str:
+    """What to use instead of an op whose output has no fixed size."""
+    if "ctc_loss" in op:
+        return (
+            "The CTC loss has no form of fixed size; compute it outside of the step, or write it "
+            "with masks over padded targets."
+        )
+    if "pack_padded_sequence" in op:
+        return "Run the RNN on the padded sequences, and mask what it gives."
+    return "Use masks or torch.where instead of boolean indexing or nonzero."
 
 
 def _op_name(text: str) -> str:

@@ -14,8 +14,8 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
 from devplace.graph.capture.loss import refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
-from devplace.graph.capture.outside import Variable, find_outside
-from devplace.graph.capture.reads import Reads
+from devplace.graph.capture.outside import find_outside
+from devplace.graph.capture.reads import Reads, Variable, differs, kept
 from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
 from devplace.graph.capture.tags import Tagger
 from devplace.graph.graph import ResultRole
@@ -143,8 +143,8 @@ class Step:
         self.host_state = self.reads.changed
         for variable in self.outside.variables:
             now = variable.present()
-            if now is not variable.value and now != variable.value:
-                self.host_state.append((variable, now))
+            if differs(now, variable.value):
+                self.host_state.append((variable, kept(now)))
                 variable.put(variable.value)
 
     @contextlib.contextmanager
