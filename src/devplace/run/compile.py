@@ -100,6 +100,7 @@ class Step:
         self._lost_by = ""
         self._optimizer = optimizer
         self._graph = graph
+        self._changes_state = bool(graph.replaced)
         self._state = ModelState(graph, model, optimizer, invent_seed)
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -206,7 +207,7 @@ class Step:
                 self._lost_by = str(error)
             raise
         self._steps_since_capture = number
-        self._is_synced = not self._graph.replaced
+        self._is_synced = self._is_synced and not self._changes_state
         if self._optimizer is not None:
             self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:

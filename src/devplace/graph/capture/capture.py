@@ -138,7 +138,8 @@ def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
         raise CaptureError(
             f"What a step computes must not depend on plain values that it changes: "
             f"{variable.name} goes from {variable.value!r} to {now!r} in a step, and a captured "
-            f"step keeps the first. Keep it in a buffer (register_buffer), or pass it as an input tensor."
+            f"step keeps the first. Keep it in a buffer (register_buffer), or pass it as an input "
+            f"tensor."
         )
 
 
