@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.run.placed import adam, at_random, largest_difference, make_step, train_eager
 from torch import nn
 from torch.nn import functional as F
 
 from devplace.errors import CaptureError
 from devplace.graph.capture import capture
-from tests.run.placed import adam, at_random, largest_difference, make_step, train_eager
 
 
 def model() -> Any:
@@ -59,9 +59,12 @@ def test_state_of_a_loss_module_is_refused_and_left_as_it_was(in_place: bool) ->
     """Given itself or in a closure; its buffer would stay at its first value."""
     loss = Centred(in_place)
     found = refusal(model(), loss)
-    assert "'loss_fn.centre' is not" in found and "part of the model" in found
+    assert "'loss_fn.centre' is not" in found
+    assert "part of the model" in found
     assert "'loss.centre' is not" in refusal(model(), lambda m, x, y: loss(m(x), y))
-    assert type(loss.centre) is torch.Tensor and not loss.centre.any() and loss.last is None
+    assert type(loss.centre) is torch.Tensor
+    assert not loss.centre.any()
+    assert loss.last is None
 
 
 class Annealed(nn.Module):
@@ -96,7 +99,8 @@ def test_a_number_that_a_step_changes_and_uses_is_refused() -> None:
     assert "steps goes from 0 to 1" in refusal(model(), warmed)
     net = model()
     assert capture(net, batch(), counted, adam(list(net.parameters())))
-    assert steps == 0 and seen == {"count": 0}
+    assert steps == 0
+    assert seen == {"count": 0}
 
 
 def test_trained_parameters_from_elsewhere_are_refused() -> None:
@@ -108,7 +112,8 @@ def test_trained_parameters_from_elsewhere_are_refused() -> None:
         return plain(model, x, y) + 0.01 * sum(p.square().sum() for p in parameters)
 
     found = refusal(net, decayed)
-    assert "'0.weight' from elsewhere" in found and "model.get_parameter('0.weight')" in found
+    assert "'0.weight' from elsewhere" in found
+    assert "model.get_parameter('0.weight')" in found
 
 
 def test_a_module_beside_the_model_may_share_its_weights() -> None:

@@ -352,14 +352,15 @@ def test_threads_may_capture_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 3 and len(set(found)) == 1
+    assert len(found) == 3
+    assert len(set(found)) == 1
 
 
 def test_sparse_and_meta_batches_are_refused() -> None:
     """They have the shape and dtype of the example, but cannot be copied to a device."""
     step, _ = made(linear())
     x, y = batch()
-    with pytest.raises(InputError, match="dense: '0' is torch.sparse_coo"):
+    with pytest.raises(InputError, match=r"dense: '0' is torch\.sparse_coo"):
         step(x.to_sparse(), y)
     with pytest.raises(InputError, match="'0' is on the meta device"):
         step(x.to("meta"), y)
