@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -179,6 +180,35 @@ def test_nested_dicts_may_have_their_keys_in_any_order(kind: Callable[[Any], Any
     expected = float(nested(model, batch).detach())
     turned = kind({"more": kind({"unread": x, "shift": shift}), "x": [x]})
     assert float(step(turned)) == pytest.approx(expected, abs=1e-6)
+
+
+@dataclasses.dataclass
+class Example:
+    """A batch as a record."""
+
+    x: Any
+    more: dict[str, Any]
+    note: str = ""
+
+
+@pytest.mark.parametrize("wrap", [lambda example: example, lambda example: {"batch": [example]}])
+def test_dataclasses_are_batches(wrap: Callable[[Any], Any]) -> None:
+    """Alone or nested, call after call, with dicts in any order in them."""
+    model = Clipped()
+    x, shift = torch.randn(4, 4), torch.randn(4)
+
+    def loss(model: Any, batch: Any) -> Any:
+        example = batch[0] if isinstance(batch, list) else batch
+        return (model(example.x) - example.more["shift"]).square().mean()
+
+    example = Example(x, {"shift": shift, "unread": x})
+    expected = float(loss(model, example).detach())
+    step = make_step(model, wrap(example), loss, sgd(list(model.parameters())), all_on(0))
+    given = wrap(Example(x, {"unread": x, "shift": shift}))
+    found = step(**given) if isinstance(given, dict) else step(given)
+    assert float(found) == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(InputError, match=r"'.*note' is 'other'"):
+        step(wrap(Example(x, {"shift": shift, "unread": x}, "other")))
 
 
 def test_another_nesting_is_told_by_the_first_name_that_differs() -> None:

@@ -110,7 +110,7 @@ def host_seeds(call: OpCall) -> dict[int, Any]:
         return {}
     names = [argument.name for argument in call.target._schema.arguments]
     return {
-        place: torch.zeros(arg.shape, dtype=torch.int64)
+        place: torch.zeros(arg.shape, dtype=torch.int64, device="cpu")
         for place, (name, arg) in enumerate(zip(names, call.args, strict=False))
         if name in ("philox_seed", "philox_offset") and arg.dtype == "int64"
     }

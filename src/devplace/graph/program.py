@@ -65,7 +65,10 @@ class Program:
         output_spec: torch pytree spec of the model's output (inference), else None.
         output_leaves: For each leaf of the output: index into results, or a `Constant`.
         training: Whether the model was in training mode at capture.
-        modes: Module name -> whether it was in training mode.
+        modes: Name of each module whose training flag the step read -> the flag.
+        attributes: Module name -> attribute -> value, of plain ones that the step read.
+        variables: Plain values outside the model that the step's functions name: objects with
+            `name`, `value` (at capture) and `present()`.
         trainable: Name of each parameter that the step's gradients are about -> whether it
             required gradients.
         buffers_shared: Other names of the same tensor (tied weights): name -> first name.
@@ -85,6 +88,8 @@ class Program:
     output_leaves: tuple[int | Constant, ...] = ()
     training: bool = True
     modes: Mapping[str, bool] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variables: tuple[Any, ...] = ()
     trainable: Mapping[str, bool] = field(default_factory=dict)
     buffers_shared: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"

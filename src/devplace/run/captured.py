@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from operator import attrgetter, is_not
 from typing import Any
 
+import torch
+
 from devplace.errors import PlanMismatchError
-from devplace.graph.program import Program
+from devplace.graph.capture.reads import NOTHING, differs
+from devplace.graph.program import Binding, Program
+
+Get = Callable[[int], Any]
+_version = attrgetter("_version")
 
 
 class CapturedFacts:
-    """Training flags of modules and parameters; a step computes what they said at capture.
+    """Flags, attributes and variables that a step has read; it computes what they said at capture.
 
     Args:
         program: Of the captured step.
@@ -20,38 +28,181 @@ class CapturedFacts:
         self._model = model
         self._training = program.training
         modules = dict(model.named_modules())
-        self._modes = [
-            (modules[name], is_training, name)
-            for name, is_training in program.modes.items()
-            if name in modules
-        ]
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._trainable = [
-            (parameters[name], is_trained, name)
-            for name, is_trained in program.trainable.items()
-            if name in parameters
+        self._modes = _Flags("training", modules, program.modes)
+        self._trainable = _Flags("requires_grad", parameters, program.trainable)
+        self._attributes = [
+            (modules[name], vars(modules[name]), key, value, name)
+            for name, values in program.attributes.items()
+            if name in modules
+            for key, value in values.items()
+        ]
+        self._variables = program.variables
+        self._parts = [
+            (name, module._modules, dict(module._modules))
+            for name, module in modules.items()
+            if module._modules
         ]
 
     def check(self) -> None:
-        """See that all is as at capture. About 50 ns per module and parameter.
+        """See that all is as at capture. About 50 ns per module, parameter and attribute read.
 
         Raises:
             PlanMismatchError: Names what is not.
         """
         if self._model.training != self._training:
             raise _wrong_mode("it", "model", self._training)
-        for module, is_training, name in self._modes:
-            if module.training != is_training:
-                where = f"model.get_submodule({name!r})"
-                raise _wrong_mode(f"module {name!r}", where, is_training)
-        for parameter, is_trained, name in self._trainable:
-            if parameter.requires_grad != is_trained:
-                now, then = ("frozen", "trained") if is_trained else ("to be trained", "frozen")
-                raise PlanMismatchError(
-                    f"What is trained is fixed at capture: parameter {name!r} is {now}, the step "
-                    f"was captured with it {then}. Set its requires_grad to {is_trained}, or "
-                    f"sync and capture again."
-                )
+        for name, is_training in self._modes.changed():
+            raise _wrong_mode(f"module {name!r}", f"model.get_submodule({name!r})", is_training)
+        for name, is_trained in self._trainable.changed():
+            now, then = ("frozen", "trained") if is_trained else ("to be trained", "frozen")
+            raise PlanMismatchError(
+                f"What is trained is fixed at capture: parameter {name!r} is {now}, the step "
+                f"was captured with it {then}. Set its requires_grad to {is_trained}, or "
+                f"sync and capture again."
+            )
+        self.check_parts()
+        self._check_values()
+
+    def check_parts(self) -> None:
+        """See that the model is made of the modules it was made of.
+
+        Raises:
+            PlanMismatchError: Names one that was replaced or removed.
+        """
+        for path, parts, known in self._parts:
+            if parts == known:
+                continue
+            for key, part in known.items():
+                if parts.get(key) is not part:
+                    name = f"{path}.{key}" if path else key
+                    raise PlanMismatchError(
+                        f"The parts of a model are fixed at capture: module {name!r} was replaced "
+                        f"or removed. Put it back, or capture again."
+                    )
+
+    def _check_values(self) -> None:
+        for module, own, key, value, name in self._attributes:
+            now = own.get(key, NOTHING)
+            if now is value:
+                continue
+            if now is NOTHING:
+                now = getattr(module, key, NOTHING)  # of its class
+            if differs(now, value):
+                where = f"module {name!r}" if name else "the model"
+                raise _other_value(f"attribute {key!r} of {where}", now, value)
+        for variable in self._variables:
+            now = variable.present()
+            if now is not variable.value and differs(now, variable.value):
+                raise _other_value(f"{variable.name!r}", now, variable.value)
+
+
+class _Flags:
+    """A flag of some named objects, and what it was."""
+
+    def __init__(self, flag: str, objects: Mapping[str, Any], values: Mapping[str, bool]) -> None:
+        self._get = attrgetter(flag)
+        self._names = [name for name in values if name in objects]
+        self._objects = [objects[name] for name in self._names]
+        self._values = [values[name] for name in self._names]
+
+    def changed(self) -> list[tuple[str, bool]]:
+        """Names of those that differ, with what the flag was."""
+        now = list(map(self._get, self._objects))
+        if now == self._values:
+            return []
+        rows = zip(self._names, self._values, now, strict=True)
+        return [(name, was) for name, was, is_now in rows if was != is_now]
+
+
+class SharedValues:
+    """Tensors of the user's that a step has copies of; sees when the user changes one.
+
+    What is written through `.data` is not seen.
+
+    Args:
+        program: Of the captured step.
+        model: The user's model.
+    """
+
+    def __init__(self, program: Program, model: Any) -> None:
+        self._bindings: list[Binding] = []
+        self._tensors: list[Any] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        for binding in program.bindings:
+            place, key = _place(binding, model)
+            tensor = place.get(key)
+            if tensor is not None and not tensor.is_inference():  # those have no versions
+                self._bindings.append(binding)
+                self._tensors.append(tensor)
+                self._places.append((place, key))
+        self.note()
+
+    def note(self) -> None:
+        """They are now as the step has them."""
+        self._versions = list(map(_version, self._tensors))
+
+    def check(self, get: Get, is_synced: bool) -> None:
+        """See that nobody wrote to them, or put others in their place. About 100 ns each.
+
+        Args:
+            get: Source op -> the step's value.
+            is_synced: Whether the user's values were the step's, so that a tensor which was written
+                to and put back does no harm.
+
+        Raises:
+            PlanMismatchError: Names one.
+        """
+        present: list[Any] = [place.get(key) for place, key in self._places]
+        is_other = any(map(is_not, present, self._tensors))
+        if not is_other and list(map(_version, self._tensors)) == self._versions:
+            return
+        rows = zip(self._bindings, self._tensors, present, self._versions, strict=True)
+        for binding, tensor, now, version in rows:
+            if now is tensor and tensor._version == version:
+                continue
+            may_be_equal = now is tensor and (is_synced or binding.kind == "constant")
+            if not (may_be_equal and _is_equal(tensor, get(binding.op))):
+                raise _written(binding.kind, binding.key, tensor)
+        self.note()
+
+
+def _place(binding: Binding, model: Any) -> tuple[dict[str, Any], str]:
+    """Where the user's tensor of a binding is held; an empty dict if there is none."""
+    if binding.kind == "constant":
+        return {"": binding.value}, ""
+    path, _, key = binding.key.rpartition(".")
+    if binding.kind == "parameter":
+        return model.get_submodule(path)._parameters, key
+    return (model.get_submodule(path)._buffers, key) if binding.kind == "buffer" else ({}, key)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one.is_meta or one.shape != other.shape:
+        return False
+    return bool(torch.equal(one.detach().cpu(), other.detach().cpu()))
+
+
+def _written(kind: str, key: str, tensor: Any) -> PlanMismatchError:
+    if kind == "constant":
+        return PlanMismatchError(
+            f"A step has its own copies of tensors outside the model: one of shape "
+            f"{list(tensor.shape)} was written to since. Call step.sync(), then step.load() to "
+            f"take its values."
+        )
+    return PlanMismatchError(
+        f"A step has its own copies of parameters and buffers: {kind} {key!r} of the model was "
+        f"written to or replaced since. Call step.load() to take the model's values, or "
+        f"step.sync() to overwrite them with the step's."
+    )
+
+
+def _other_value(what: str, now: Any, captured: Any) -> PlanMismatchError:
+    found = "gone" if now is NOTHING else repr(now)
+    return PlanMismatchError(
+        f"Plain values that a step reads are fixed at capture: {what} is {found}, the step was "
+        f"captured with {captured!r}. Set it back, or sync and capture again."
+    )
 
 
 def _wrong_mode(part: str, call: str, captured: bool) -> PlanMismatchError:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 
-from devplace.errors import ExecutionError
+from devplace.errors import ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
-from devplace.run.captured import CapturedFacts
+from devplace.run.captured import CapturedFacts, SharedValues
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import StepOutcome
 from devplace.run.executors import Executor, make_executor
-from devplace.run.inputs import bind_inputs, bind_scalars
+from devplace.run.inputs import bind_inputs, bind_scalars, require_values
 from devplace.run.mailbox import CopyFunction
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
@@ -98,9 +100,22 @@ class Step:
         self._lost_by = ""
         self._optimizer = optimizer
         self._graph = graph
+        self._changes_state = bool(graph.replaced)
         self._state = ModelState(graph, model, optimizer, invent_seed)
         self._lock = threading.RLock()
+        self._process = os.getpid()
         self.load()
+
+    def __reduce__(self) -> Any:
+        """Steps are not copied or pickled.
+
+        Raises:
+            InputError: Always; says what to save instead.
+        """
+        raise InputError(
+            "A step cannot be copied or pickled: it has threads and memory on devices. Call "
+            "sync(), and copy or save model.state_dict() and optimizer.state_dict()."
+        )
 
     @property
     def steps_done(self) -> int:
@@ -114,12 +129,15 @@ class Step:
             PlanMismatchError: They differ in name, shape or dtype from the captured ones.
             InputError: The model has no values.
         """
-        with self._lock:
+        self._check_process()
+        with self._lock, torch.inference_mode(False):
             values = self._state.read()
             self._facts = CapturedFacts(self._graph.program, self._state.model)
             self._steps_since_capture = self._state.steps_since_capture()
             for op, value in values.items():
                 self.executor.put(op, value)
+            self._shared = SharedValues(self._graph.program, self._state.model)
+            self._is_synced = True
             self._lost_by = ""
 
     def sync(self) -> None:
@@ -131,9 +149,13 @@ class Step:
             InputError: The model is on the meta device and cannot hold values.
             ExecutionError: A step failed and took the state with it; nothing is written.
         """
-        with self._lock:
+        self._check_process()
+        with self._lock, torch.inference_mode(False):
             self._check_state()
+            self._facts.check_parts()
             self._state.write(self.executor.get, self._steps_since_capture)
+            self._shared.note()
+            self._is_synced = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -163,15 +185,18 @@ class Step:
 
         Calls from several threads are done one after another.
         """
-        with self._lock:
+        self._check_process()
+        with self._lock, torch.inference_mode(False):
             return self._run(args, kwargs)
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         self._check_state()
         self._facts.check()
+        self._shared.check(self.executor.get, self._is_synced)
         number = self._steps_since_capture + 1
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
+        require_values(self._graph, values)
         values.update(bind_scalars(self._graph, number, groups))
         try:
             for op, value in values.items():
@@ -182,6 +207,7 @@ class Step:
                 self._lost_by = str(error)
             raise
         self._steps_since_capture = number
+        self._is_synced = self._is_synced and not self._changes_state
         if self._optimizer is not None:
             self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:
@@ -191,6 +217,13 @@ class Step:
     def close(self) -> None:
         """End the device threads. The step cannot be called any more."""
         self.executor.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ExecutionError(
+                "A step cannot be used in a forked process: its threads are those of the process "
+                "that made it. Make a step there, or call it in the process it was made in."
+            )
 
     def _check_state(self) -> None:
         if self._lost_by or self.executor.has_lost_state:

@@ -12,7 +12,13 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import InputError
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import as_call, flatten_batch, leaf_names, open_dataclasses
+from devplace.graph.capture.batch import (
+    Record,
+    as_call,
+    flatten_opened,
+    leaf_names,
+    open_dataclasses,
+)
 from devplace.run.copies import laid_out
 
 
@@ -54,6 +60,21 @@ def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return values
 
 
+def require_values(graph: OpGraph, values: Mapping[int, Any]) -> None:
+    """Refuse a batch of which a tensor is on the meta device.
+
+    Raises:
+        InputError: Names it.
+    """
+    op = next((op for op, value in values.items() if value.is_meta), None)
+    if op is not None:
+        name = next(b.key for b in graph.program.bindings if b.op == op)
+        raise InputError(
+            f"To run, a batch needs values: input {name!r} is on the meta device. Pass a tensor on "
+            f"the CPU or a GPU."
+        )
+
+
 def bind_scalars(
     graph: OpGraph, step: int, param_groups: Sequence[Mapping[str, Any]] | None
 ) -> dict[int, Any]:
@@ -72,7 +93,9 @@ def bind_scalars(
     for binding in bindings:
         tensor = graph.tensors[graph.ops[binding.op].outputs[0]]
         dtype = getattr(torch, tensor.dtype)
-        values[binding.op] = torch.full(tensor.shape, numbers[binding.key], dtype=dtype)
+        values[binding.op] = torch.full(
+            tensor.shape, numbers[binding.key], dtype=dtype, device="cpu"
+        )
     return values
 
 
@@ -88,7 +111,7 @@ def _flatten_as(args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tu
     opened = open_dataclasses((tuple(args), dict(kwargs)))
     if spec is not None:
         opened = _in_captured_order(opened, spec)
-    return flatten_batch(*opened)
+    return flatten_opened(opened)
 
 
 def _in_captured_order(tree: Any, spec: Any) -> Any:
@@ -96,6 +119,9 @@ def _in_captured_order(tree: Any, spec: Any) -> Any:
     if type(tree) is not spec.type:
         return tree
     children = spec.children()
+    if isinstance(tree, Record) and len(tree.fields) == len(children):
+        fields = zip(tree.fields.items(), children, strict=True)
+        return Record(tree.kind, {n: _in_captured_order(v, child) for (n, v), child in fields})
     if type(tree) in (dict, OrderedDict, defaultdict):
         names = spec.context[1] if isinstance(tree, defaultdict) else spec.context
         if set(names) != set(tree):
@@ -143,6 +169,9 @@ def _check(graph: OpGraph, op: int, name: str, value: Any) -> None:
         raise InputError(
             f"Input {name!r} must be a tensor as at capture, got {type(value).__name__}."
         )
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise InputError(f"Inputs must be dense: {name!r} is {kind}. Make it a dense tensor.")
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     if shape != tensor.shape:
         raise InputError(

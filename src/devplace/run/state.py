@@ -107,7 +107,9 @@ class ModelState:
 
         Raises:
             InputError: The model is on the meta device.
+            PlanMismatchError: The optimizer does not train this model's parameters any more.
         """
+        self._check_optimizer()
         replaced = self._graph.replaced
         tensors = self._named_tensors()
         bindings = [b for b in self._graph.program.bindings if b.op in replaced]
@@ -207,7 +209,7 @@ class ModelState:
 
     def _zeros(self, binding: Binding) -> Any:
         tensor = self._graph.tensors[self._graph.ops[binding.op].outputs[0]]
-        return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
 
     def _real(self, binding: Binding, value: Any) -> Any:
         if not value.is_meta:
@@ -227,10 +229,10 @@ def invent(tensor: Any, kind: str, seed: int) -> Any:
     Matrices get variance 1 / fan-in, vectors and buffers values around 1 (so that variances are
     positive), integers and optimizer state 0.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     if not tensor.is_floating_point() or kind == "state":
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    values = torch.rand(tensor.shape, generator=generator, dtype=torch.float32)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    values = torch.rand(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
     if tensor.dim() >= 2 and kind == "parameter":
         fan_in = tensor[0].numel()
         values = (values - 0.5) * (12 / max(1, fan_in)) ** 0.5
@@ -275,9 +277,12 @@ def _step_counter(optimizer: Any, group: dict[str, Any]) -> Any:
     torch's optimizers create their state in the first step and each in its own way, so one of the
     same class makes a step on a scrap parameter.
     """
-    scrap = torch.nn.Parameter(torch.zeros(1))
-    scrap.grad = torch.zeros(1)
+    place = group["params"][0].device  # a counter may be asked for where the parameter is
+    scrap = torch.nn.Parameter(torch.zeros(1, device=place))
+    scrap.grad = torch.zeros_like(scrap)
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    settings["differentiable"] = False  # no leaf can make such a step
+    settings["capturable"] = settings.get("capturable", False) and place.type != "cpu"
     try:
         twin = type(optimizer)([{**settings, "params": [scrap]}])
         with torch.enable_grad():

@@ -15,7 +15,7 @@ from devplace.errors import CaptureError
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
-class _Record:
+class Record:
     """Stand-in for a dataclass instance while it is flattened."""
 
     def __init__(self, kind: type, fields: dict[str, Any]) -> None:
@@ -23,11 +23,11 @@ class _Record:
         self.fields = fields
 
 
-def _flatten_record(record: _Record) -> tuple[list[Any], Any]:
+def _flatten_record(record: Record) -> tuple[list[Any], Any]:
     return list(record.fields.values()), (record.kind, tuple(record.fields))
 
 
-def _flatten_record_with_keys(record: _Record) -> tuple[list[Any], Any]:
+def _flatten_record_with_keys(record: Record) -> tuple[list[Any], Any]:
     keys = [(pytree.GetAttrKey(n), v) for n, v in record.fields.items()]
     return keys, (record.kind, tuple(record.fields))
 
@@ -42,7 +42,7 @@ def _unflatten_record(values: Any, context: Any) -> Any:
 
 # Our own class only: registering the user's would clash with a later registration of theirs.
 pytree.register_pytree_node(
-    _Record,
+    Record,
     _flatten_record,
     _unflatten_record,
     serialized_type_name="devplace.graph.capture.batch.Record",
@@ -65,7 +65,7 @@ def open_dataclasses(tree: Any) -> Any:
         if not _is_plain_dataclass(leaf):
             return leaf
         fields = {f.name: open_dataclasses(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
-        return _Record(type(leaf), fields)
+        return Record(type(leaf), fields)
 
     return pytree.tree_map(visit, tree, is_leaf=_is_plain_dataclass)
 
@@ -100,7 +100,16 @@ def flatten_batch(
     Raises:
         CaptureError: A leaf is a container torch's pytree does not know.
     """
-    leaves, spec = pytree.tree_flatten(open_dataclasses(as_call(example_inputs, example_kwargs)))
+    return flatten_opened(open_dataclasses(as_call(example_inputs, example_kwargs)))
+
+
+def flatten_opened(call: tuple[Any, Any]) -> tuple[list[Any], Any]:
+    """As `flatten_batch`, of `(args, kwargs)` whose dataclasses are open.
+
+    Raises:
+        CaptureError: A leaf is a container torch's pytree does not know.
+    """
+    leaves, spec = pytree.tree_flatten(call)
     for leaf in leaves:
         check_leaf(leaf, "Inputs")
     return leaves, spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,9 +20,11 @@ from devplace.graph.capture.loss import loss_call
 from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.refuse import (
     explain,
+    is_same_graph,
     refuse_hidden_state,
     refuse_hooks,
     refuse_recomputed_random,
+    refuse_stray_parameters,
     unwrap,
 )
 from devplace.graph.capture.sources import Sources, find_sources
@@ -31,6 +34,7 @@ from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.graph import OpGraph
 
 Progress = Callable[[str, int], None]
+_one_at_a_time = threading.RLock()  # a trace changes what is torch's for the whole process
 
 
 def capture(
@@ -82,16 +86,25 @@ def capture(
 
     Complexity: Linear, about 1 ms of CPU per op.
     """
-    model = unwrap(model)
-    request = _request(
-        model,
-        loss_fn,
-        optimizer,
-        make_batch(example_inputs, example_kwargs, micro_batches),
-        clip_grad_norm,
-        autocast,
-        device,
-    )
+    with _one_at_a_time:
+        model = unwrap(model)
+        request = _request(
+            model,
+            loss_fn,
+            optimizer,
+            make_batch(example_inputs, example_kwargs, micro_batches),
+            clip_grad_norm,
+            autocast,
+            device,
+        )
+        step, gm = _traced(request, progress)
+        meta = _meta(request, micro_batches)
+        return to_graph(gm, step, name or type(model).__name__, meta)
+
+
+def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx.GraphModule]:
+    """Trace the step, and see that nothing on the host decided what it computes."""
+    model = request.model
     tagger = Tagger(model, progress)
     step = Step(request, tagger)
     with torch.inference_mode(False), undisturbed(model) as host_random:
@@ -105,8 +118,29 @@ def capture(
             "The step must not seed torch's generator: torch.manual_seed in forward would be lost. "
             "Seed outside the step."
         )
-    meta = _meta(request, micro_batches)
-    return to_graph(gm, step, name or type(model).__name__, meta)
+    if step.host_state:
+        _refuse_host_state(step, gm)
+    return step, gm
+
+
+def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
+    """Refuse a step that would be another one after it has run: its plain values stay as they are.
+
+    Raises:
+        CaptureError: Names the first of the values that running the step changes.
+    """
+    model = step.request.model
+    again = Step(step.request, Tagger(model))
+    with torch.inference_mode(False), undisturbed(model), step.with_host_state():
+        after = _trace(again, _fakes(again), again.tagger)
+    if not is_same_graph(gm, after):
+        (variable, now), *_ = step.host_state
+        raise CaptureError(
+            f"What a step computes must not depend on plain values that it changes: "
+            f"{variable.name} goes from {variable.value!r} to {now!r} in a step, and a captured "
+            f"step keeps the first. Keep it in a buffer (register_buffer), or pass it as an input "
+            f"tensor."
+        )
 
 
 def _request(
@@ -130,7 +164,17 @@ def _request(
     call = model if mode == "inference" else loss_call(model, loss_fn)
     kind = _device_type(sources, batch.leaves, device)
     return Request(
-        model, call, sources, batch, mode, update, clip_grad_norm, autocast, kind, optimizer
+        model,
+        call,
+        sources,
+        batch,
+        mode,
+        update,
+        clip_grad_norm,
+        autocast,
+        kind,
+        optimizer,
+        loss_fn,
     )
 
 
@@ -208,6 +252,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
             gm = tracer(*flat)
             refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
+            refuse_stray_parameters(gm, step)
             gm = make_functional(gm, flat, tagger)
     except (Exception, SystemExit) as error:
         raise explain(error, tagger) from None

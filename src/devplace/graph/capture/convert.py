@@ -270,7 +270,7 @@ def _program(
         output_spec=step.output_spec,
         output_leaves=step.output_leaves,
         training=bool(meta["training"]),
-        modes={n: module.training for n, module in request.model.named_modules()},
+        **_fixed_values(step),
         trainable=_trainable(request),
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,
@@ -287,6 +287,20 @@ def _trainable(request: Request) -> dict[str, bool]:
         name: parameter.requires_grad
         for name, parameter in request.sources.parameters.items()
         if takes_all or name in request.update.rules
+    }
+
+
+def _fixed_values(step: Step) -> dict[str, Any]:
+    """What the step read of plain values and of training flags."""
+    inside = {name for name, _ in step.request.model.named_modules()}
+    read = {n: dict(step.reads.values[n]) for n in inside}
+    modes = {n: values.pop("training") for n, values in read.items() if "training" in values}
+    changing = {id(variable) for variable, _ in step.host_state}
+    variables = [v for v in step.outside.variables if id(v) not in changing]
+    return {
+        "modes": modes,
+        "attributes": {name: values for name, values in read.items() if values},
+        "variables": (*variables, *step.reads.variables(inside)),
     }
 
 

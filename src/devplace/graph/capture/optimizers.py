@@ -260,7 +260,8 @@ def make_update(
         )
     rules: dict[str, UpdateRule] = {}
     for index, group in enumerate(optimizer.param_groups):
-        options = {k: _plain(v) for k, v in group.items() if k != "params"}
+        known = ("lr", "momentum", *_FIXED_OPTIONS[kind])  # a group may hold others of the user's
+        options = {k: _plain(v) for k, v in group.items() if k in known}
         options.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
         for param in group["params"]:
             name = aliases.get(id(param))
@@ -272,6 +273,11 @@ def make_update(
                 )
             if param.is_complex():
                 raise CaptureError(f"Complex parameters are not supported: {name!r}. Freeze it.")
+            if param.is_inference():
+                raise CaptureError(
+                    f"Parameters made under torch.inference_mode cannot be trained: {name!r} is "
+                    f"one. Make the model outside of it."
+                )
             start = _steps_taken(optimizer.state.get(param, {}))
             rules[name] = UpdateRule(kind, index, start, options)
     return Update(type(optimizer).__name__, _with_cohorts(rules), len(optimizer.param_groups))

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
@@ -61,11 +62,17 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
     if _SHAPE in name or "DynamicOutputShape" in text:
         return CaptureError(
             f"Shapes must not depend on values: {_op_name(text)} at {where} has an output whose "
-            f"size depends on the data. Use masks or torch.where instead of boolean "
-            f"indexing or nonzero."
+            f"size depends on the data. {_fixed_shape(_op_name(text))}"
         )
-    value_read = ("data-dependent", "_local_scalar_dense", ".numpy() is not supported")
+    value_read = (
+        "data-dependent",
+        "_local_scalar_dense",
+        ".numpy() is not supported",
+        "passed to FakeTensor.__format__",
+    )
     if name in _VALUE_READ or any(part in text for part in value_read):
+        if _is_under(error.__traceback__, os.path.join("torch", "distributions")):
+            return CaptureError(_checked_arguments(where))
         return CaptureError(_value_read(where, owner))
     if name == "UnsupportedOperatorException" or "no fake impl" in text or "'Meta'" in text:
         op = _op_name(text)
@@ -103,8 +110,35 @@ def _value_read(where: str, owner: Any) -> str:
         )
     return (
         f"Control flow must not depend on tensor values: {where} reads a value (.item(), "
-        f".numpy(), or 'if tensor'). Use torch.where, or compute the condition outside the step."
+        f".numpy(), a formatted text or 'if tensor'). Use torch.where, or compute the condition "
+        f"outside the step."
     )
+
+
+def _checked_arguments(where: str) -> str:
+    return (
+        f"A distribution must not check values: {where} makes one that reads its arguments to "
+        f"check them. Pass validate_args=False, or call "
+        f"torch.distributions.Distribution.set_default_validate_args(False)."
+    )
+
+
+def _is_under(traceback: TracebackType | None, folder: str) -> bool:
+    """Whether a traceback goes through a file of a folder."""
+    while traceback is not None:
+        if folder + os.sep in traceback.tb_frame.f_code.co_filename:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _fixed_shape(op: str) -> str:
+    """What to use instead of an op whose output has no fixed size."""
+    if "ctc_loss" in op:
+        return "torch's CTC loss has no other form: write it with masks over padded targets."
+    if "pack_padded_sequence" in op:
+        return "Run the RNN on the padded sequences, and mask what it gives."
+    return "Use masks or torch.where instead of boolean indexing or nonzero."
 
 
 def _op_name(text: str) -> str:
@@ -194,11 +228,58 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
                     plain.get(id(getattr(gm, owner.target)), "a tensor outside the model")
                 )
     written += [name for name in step.replaced_attributes if name in read]
+    outside = set(step.outside.tensors().values())
+    if written and written[0] in outside:
+        raise CaptureError(
+            f"State of a step must be part of the model: {written[0]!r} is not, but is read and "
+            f"changed by the step. Make its module a part of the model (model.extra = module)."
+        )
     if written:
         raise CaptureError(
             f"State must be kept in buffers: {written[0]!r} is no buffer, but is read and "
             f"changed by the step. Use register_buffer."
         )
+
+
+def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
+    """Refuse trained parameters that are read other than through the model: a list, a closure.
+
+    Raises:
+        CaptureError: Names the parameter; there it would be a constant without a gradient.
+    """
+    sources = step.request.sources.parameters
+    owners = {sources[name].untyped_storage()._cdata: name for name in step.trained}
+    for node in gm.graph.nodes:
+        value = getattr(gm, node.target) if node.op == "get_attr" else None
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            continue
+        name = owners.get(value.untyped_storage()._cdata)
+        if name is not None:
+            tag = node.meta["tag"]
+            raise CaptureError(
+                f"Trained parameters must be read through the model: "
+                f"{describe_place(tag.module, tag.line)} has {name!r} from elsewhere, such as a "
+                f"list made outside of the step. Take it from the model there: "
+                f"model.get_parameter({name!r}), or model.parameters()."
+            )
+
+
+def is_same_graph(one: torch.fx.GraphModule, other: torch.fx.GraphModule) -> bool:
+    """Whether two traces have the same operations on the same numbers."""
+
+    def lines(gm: torch.fx.GraphModule) -> list[str]:
+        return [f"{n.op} {n.name} {n.args} {n.kwargs}" for n in gm.graph.nodes]
+
+    def constants(gm: torch.fx.GraphModule) -> list[Any]:
+        return [getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"]
+
+    pairs = zip(constants(one), constants(other), strict=False)
+    return lines(one) == lines(other) and all(a is b or _is_equal(a, b) for a, b in pairs)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,10 +123,10 @@ def _same_geometry(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(model: torch.nn.Module) -> Iterator[None]:
+def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Put back everything a forward pass may set on the modules: attributes, lists, dicts."""
     saved: list[tuple[Any, Any]] = []
-    for module in model.modules():
+    for module in modules:
         attributes = module.__dict__
         saved.append((attributes, dict(attributes)))
         saved.extend((v, v.copy()) for v in attributes.values() if type(v) in _CONTAINERS)
@@ -161,16 +161,21 @@ def plain_tensors(model: torch.nn.Module) -> dict[int, str]:
 
 
 class Slots:
-    """All places in a model that hold one of its sources, to put other tensors there."""
+    """All places in a model, and in others, that hold one of its sources, to put tensors there."""
 
-    def __init__(self, model: torch.nn.Module, sources: Sources) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sources: Sources,
+        others: Iterable[torch.nn.Module] = (),
+    ) -> None:
         names = list(sources.all)
         index = {n: i for i, n in enumerate(names)}
         by_id = {id(t): index[n] for n, t in sources.all.items()}
         for name, first in sources.shared.items():
             by_id[id(_lookup(model, name))] = index[first]
         self._places: list[list[tuple[Any, Any]]] = [[] for _ in names]
-        for module in model.modules():
+        for module in (*model.modules(), *others):
             for container in (module._parameters, module._buffers, *_attribute_containers(module)):
                 items = enumerate(container) if isinstance(container, list) else container.items()
                 for key, value in items:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
 from devplace.graph.capture.loss import refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
+from devplace.graph.capture.outside import find_outside
+from devplace.graph.capture.reads import Reads, Variable, differs, kept
 from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
 from devplace.graph.capture.tags import Tagger
 from devplace.graph.graph import ResultRole
@@ -55,6 +57,7 @@ class Request:
         autocast: Low-precision dtype of the forward pass, if any.
         device_type: torch device type to capture for.
         optimizer: The user's optimizer, kept for the program.
+        loss_fn: As the user gave it.
     """
 
     model: torch.nn.Module
@@ -67,11 +70,18 @@ class Request:
     autocast: torch.dtype | None = None
     device_type: str = "cpu"
     optimizer: Any = None
+    loss_fn: Any = None
 
 
 @dataclass
 class Step:
-    """Callable step over flat tensors; running it fills `outputs` and the output tree."""
+    """Callable step over flat tensors; running it fills `outputs` and the output tree.
+
+    Attributes:
+        outside: What its functions reach beside the model.
+        reads: Attributes that its modules read.
+        host_state: Plain values that running it changes, with what they become.
+    """
 
     request: Request
     tagger: Tagger
@@ -81,10 +91,13 @@ class Step:
     output_leaves: tuple[Any, ...] = ()
     install: Callable[[], None] = lambda: None
     replaced_attributes: list[str] = field(default_factory=list)
+    host_state: list[tuple[Variable, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
-        self.plain_tensors = plain_tensors(self.request.model)
+        self.outside = find_outside(self.request.model, self.request.loss_fn)
+        self.reads = Reads(dict(self.request.model.named_modules()) | self._outside_modules())
+        self.plain_tensors = self.outside.tensors() | plain_tensors(self.request.model)
         self.trained = [
             n
             for n, p in sources.parameters.items()
@@ -106,12 +119,14 @@ class Step:
         self.install()
         given = self._by_kind(flat)
         model = self.request.model
-        with self.tagger.module_hooks(), unchanged(model):
-            slots = Slots(model, self.request.sources)
+        modules = [*model.modules(), *self.outside.modules.values()]
+        with self.tagger.module_hooks(), unchanged(modules), self.reads.followed():
+            slots = Slots(model, self.request.sources, self.outside.modules.values())
             slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
             heads, grads = self._run(given)
             now = slots.get()
-            present = plain_tensors(model)
+            present = self.outside.tensors() | plain_tensors(model)
+        self._note_host_state()
         self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
@@ -119,6 +134,29 @@ class Step:
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
         return [*heads, *changed, *given["input"].values()]
+
+    def _outside_modules(self) -> dict[str, torch.nn.Module]:
+        return {f"{name}, outside the model": m for name, m in self.outside.modules.items()}
+
+    def _note_host_state(self) -> None:
+        """Plain values that are other ones now; variables are put back, modules have been."""
+        self.host_state = self.reads.changed
+        for variable in self.outside.variables:
+            now = variable.present()
+            if differs(now, variable.value):
+                self.host_state.append((variable, kept(now)))
+                variable.put(variable.value)
+
+    @contextlib.contextmanager
+    def with_host_state(self) -> Iterator[None]:
+        """Plain values inside are as running the step leaves them."""
+        for variable, now in self.host_state:
+            variable.put(now)
+        try:
+            yield
+        finally:
+            for variable, _ in self.host_state:
+                variable.put(variable.value)
 
     def _by_kind(self, flat: Sequence[torch.Tensor]) -> dict[str, dict[Any, torch.Tensor]]:
         kinds = ("parameter", "buffer", "state", "input", "constant", "scalar")

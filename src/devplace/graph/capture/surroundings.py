@@ -38,7 +38,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[HostRandom]:
     cuda_states = torch.cuda.get_rng_state_all() if on_cuda else []
     noted = HostRandom()
     try:
-        with unchanged(model):
+        with unchanged(model.modules()):
             yield noted
     finally:
         noted.used = random.getstate() != python_state
