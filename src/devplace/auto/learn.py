@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from devplace.auto.calibration import (
     KERNEL_GAP,
@@ -24,6 +26,7 @@ from devplace.problem import Problem
 KIND = "calibration"
 ROUNDS = 20
 LEAST_SECONDS, MOST_SECONDS = 2.0, 10.0
+ENOUGH = 0.03  # median error of steps that no constants of transfers are fitted to
 _log = logging.getLogger(__name__)
 
 
@@ -51,8 +54,11 @@ def learn(
     """Fit the machine's constants to measured plans and keep them.
 
     Constants of transfers are fitted once, to plans of one call: they are part of a machine's
-    fingerprint, so that plan files remain valid only if they stay. The kernel gap differs from step
-    to step and hardly between plans of one step, so it is fitted to different steps on one GPU, at
+    fingerprint, so that plan files remain valid only if they stay. Times of ops are scaled for it
+    so that the step on one GPU is as measured: else the fit puts their error down to transfers.
+    Nothing is fitted where the first constants are off by no more than ENOUGH, which may be chance.
+    The kernel gap differs from step to step and hardly between plans of one step, so it is fitted
+    to different steps on one GPU, at
     least LEAST_STEPS. A call measures one or two of them; they are kept, and each new one improves
     the gap.
 
@@ -67,7 +73,6 @@ def learn(
     """
     kept = kept_calibration(probed) or start
     ran = [(row, problem) for row, problem in measured if _is_usable(row, problem)]
-    several = [_observation(probed, row, problem) for row, problem in ran if _num_gpus(row) > 1]
     fresh = [_single_step(row, problem) for row, problem in ran if _num_gpus(row) == 1]
     singles = remembered(probed, [one for one in fresh if one.has_kernel_gaps])
     if seconds < LEAST_SECONDS:
@@ -75,6 +80,12 @@ def learn(
     found, limit = kept, min(seconds, MOST_SECONDS)
     if len(singles) >= max(LEAST_STEPS, kept.num_gap_steps + 1):
         found = _with_fitted_gap(singles, found, start)
+    scales = {one.graph: one.measured_ns / one.predicted_ns(found) for one in fresh}
+    several = [
+        _observation(probed, row, problem, found, scales.get(row.plan.fingerprints.graph, 1.0))
+        for row, problem in ran
+        if _num_gpus(row) > 1
+    ]
     if not kept.num_steps and len(several) >= LEAST_STEPS:
         found = _with_fitted_links(several, found, limit)
     if found is kept:
@@ -98,8 +109,10 @@ def _with_fitted_gap(
 def _with_fitted_links(
     steps: Sequence[MeasuredStep], now: Calibration, seconds: float
 ) -> Calibration:
-    """Fitted constants of transfers, if they predict the steps better."""
+    """Fitted constants of transfers, if they predict the steps better and that is needed."""
     before = fit(steps, now, rounds=0, constants=LINK_CONSTANTS)
+    if before.median_error <= ENOUGH:
+        return now
     found = fit(steps, now, rounds=ROUNDS, seconds=seconds, constants=LINK_CONSTANTS)
     return found if found.median_error < before.median_error else now
 
@@ -118,9 +131,14 @@ def _num_gpus(row: Row) -> int:
     return sum(bool(order) for order in row.plan.order)
 
 
-def _observation(probed: Machine, row: Row, problem: Problem) -> Observation:
+def _observation(
+    probed: Machine, row: Row, problem: Problem, now: Calibration, scale: float
+) -> Observation:
+    """A plan that ran, its ops with the gap of `now` and so many times as long."""
     plan, ns = row.plan, row.measured_ns or 0
-    return Observation(problem.graph, problem.costs, probed, plan.placement, plan.order, ns)
+    costs = problem.costs.with_kernel_gap(now.kernel_gap_ns)
+    costs = replace(costs, compute_ns=np.rint(costs.compute_ns * scale).astype(np.int64))
+    return Observation(problem.graph, costs, probed, plan.placement, plan.order, ns)
 
 
 def _single_step(row: Row, problem: Problem) -> SingleStep:
