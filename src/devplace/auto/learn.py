@@ -58,9 +58,8 @@ def learn(
     so that the step on one GPU is as measured: else the fit puts their error down to transfers.
     Nothing is fitted where the first constants are off by no more than ENOUGH, which may be chance.
     The kernel gap differs from step to step and hardly between plans of one step, so it is fitted
-    to different steps on one GPU, at
-    least LEAST_STEPS. A call measures one or two of them; they are kept, and each new one improves
-    the gap.
+    to different steps on one GPU, at least LEAST_STEPS. A call measures one or two of them; they
+    are kept, and each new one improves the gap.
 
     Args:
         probed: The machine as probed, not calibrated.
