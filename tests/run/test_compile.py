@@ -166,6 +166,32 @@ def test_s38_nested_inputs_and_outputs_are_kept() -> None:
         step(batch, scale=2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sentences:
+    words: Any
+    more: dict[str, Any]
+
+
+def test_a_batch_may_be_a_dataclass() -> None:
+    """One that torch does not know is bound as at capture, its dicts in any order of keys."""
+
+    def loss(model: Any, batch: Sentences) -> Any:
+        return (model(batch.words) - batch.more["to"]).square().mean()
+
+    words, more = torch.randn(6, 4), {"to": torch.randn(6, 3), "unused": torch.randn(2)}
+    batch = Sentences(words, more)
+    turned = Sentences(words, dict(reversed(more.items())))
+    for chunks in (1, 2):
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        graph = capture(model, (batch,), loss, optimizer, chunks)
+        step = compile_step(model, optimizer, graph, *at_random(2)(graph), NAMES)
+        for given in (batch, turned):
+            torch.testing.assert_close(step(given), loss(model, batch))
+        with pytest.raises(InputError, match="nested as at capture"):
+            step(words)
+
+
 def test_outputs_do_not_share_memory_with_parameters() -> None:
     """An output that is a view of a parameter can be changed without harm."""
 

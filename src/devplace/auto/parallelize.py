@@ -22,7 +22,7 @@ from devplace.auto.timing import median_ns, time_steps
 from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
-from devplace.graph.capture.batch import as_call
+from devplace.graph.capture.batch import as_call, open_dataclasses
 from devplace.graph.capture.refuse import unwrap
 from devplace.machine.detect import num_cores
 from devplace.placers import Placer
@@ -266,7 +266,7 @@ def in_eval_mode(graph: OpGraph) -> tuple[str, ...]:
 
 
 def _is_meta(value: Any) -> bool:
-    leaves = pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(open_dataclasses(value))
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves)
 
 

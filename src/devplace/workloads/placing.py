@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from devplace.errors import InputError
+from devplace.graph.capture.batch import open_dataclasses
 
 Batch = TypeVar("Batch")
 """Inputs as a tuple, or as a dict of keyword inputs."""
@@ -58,12 +59,14 @@ def move(model: nn.Module, inputs: Batch, device: torch.device) -> tuple[nn.Modu
         except (AssertionError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"Device {device} cannot be used: {reason}") from error
-    return model, pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+    opened = open_dataclasses(inputs)
+    return model, pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), opened)
 
 
 def devices_of(model: nn.Module, inputs: Any) -> set[str]:
     """Types of the devices that hold a parameter, a buffer or an input."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves(open_dataclasses(inputs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensors += [*model.parameters(), *model.buffers()]
     return {tensor.device.type for tensor in tensors}
 
