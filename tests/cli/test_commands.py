@@ -177,6 +177,18 @@ def test_a_plan_runs_and_is_checked(folder: Path) -> None:
     assert {event["pid"] for event in events} >= {1, 2}
 
 
+def test_a_plan_that_stands_where_nothing_can_be_written_is_run(folder: Path) -> None:
+    """What was checked and measured is told; a note says that the timeline is not kept."""
+    (folder / "shared.json").write_bytes((folder / "plan.json").read_bytes())
+    (folder / "shared.json.measured.json").mkdir()  # stands in for a folder without permission
+    done = devplace("run", "shared.json", "--steps", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "bit for bit equal" in done.stdout
+    assert "note: the measured timeline is not kept" in done.stdout
+    done = devplace("run", "shared.json", "--steps", "1", "--json", cwd=folder)
+    assert "shared.json.measured.json" in json.loads(done.stdout)["notes"][0]
+
+
 def test_a_plan_is_explained(folder: Path) -> None:
     """explain has a row per module and a map that covers every parameter; --html is one page."""
     done = devplace("explain", "plan.json", cwd=folder)

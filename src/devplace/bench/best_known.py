@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from devplace.errors import InputError
+from devplace.files import write_whole
 from devplace.instances import Instance, fingerprint
 
 FILE = Path(__file__).parents[1] / "instances" / "best_known.json"
@@ -109,9 +110,7 @@ def save_best_known(rows: Sequence[BestKnown], path: Path | None = None) -> None
     known |= {row.fingerprint: row for row in rows}
     ordered = sorted(known.values(), key=lambda row: (row.objective, row.instance, row.changed))
     data = msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n"
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(data)
-        part.replace(path)
+        write_whole(path, data)
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror}. Leave --record out.") from error

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from devplace.bench import Effort, Row, bench, save_best_known
-from devplace.cli.session import refuse_overwriting
+from devplace.cli.session import check_output
 from devplace.errors import InputError
+from devplace.files import write_whole
 from devplace.instances import Changes, change_all, load_instance
 from devplace.instances.suites import find
 from devplace.placers import Budget
@@ -72,7 +73,7 @@ def run(
     limits = Budget.parse(budget)
     files = [file for spec in specs for file in find(spec)]
     if output is not None:
-        _check_output(output, files)
+        check_output("solutions", output, files)
     given = [load_instance(file, objective) for file in files]
     instances = change_all(given, _changes(changes))
     rows = []
@@ -160,18 +161,16 @@ def _size(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 19 else text
 
 
-def _check_output(output: Path, files: Sequence[Path]) -> None:
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        raise InputError(f"Cannot write solutions to {output}: no such folder, or a folder itself.")
-    refuse_overwriting(output, files)
-
-
 def _write(output: Path, outcome: BenchOutcome) -> None:
     rows = []
     for row, shown in zip(outcome.rows, outcome.as_json()["rows"], strict=True):
         solution = None if row.solution is None else asdict(row.solution)
         rows.append({**shown, "file": row.instance.about.path, "solution": solution})
-    output.write_text(json.dumps({"suite": outcome.suite, "rows": rows}, allow_nan=False) + "\n")
+    text = json.dumps({"suite": outcome.suite, "rows": rows}, allow_nan=False) + "\n"
+    try:
+        write_whole(output, text.encode())
+    except OSError as error:
+        raise InputError(f"Cannot write {output}: {error.strerror}. Check the path.") from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from devplace.errors import InputError
+from devplace.files import write_whole
 from devplace.plan import Plan
 
 
@@ -30,6 +31,11 @@ def measured_path(plan_path: Path) -> Path:
 
 
 def keep_measured(path: Path, plan: Plan, measured: Any) -> None:
+    """Keep the measured timeline of a plan beside it.
+
+    Raises:
+        InputError: It cannot be written there.
+    """
     data = {
         "graph": plan.fingerprints.graph,
         "placement": plan.placement,
@@ -42,7 +48,7 @@ def keep_measured(path: Path, plan: Plan, measured: Any) -> None:
     }
     target = measured_path(path)
     try:
-        target.write_bytes(msgspec.json.encode(data))
+        write_whole(target, msgspec.json.encode(data))
     except OSError as error:
         raise InputError(f"Cannot write {target}: {error.strerror}. Check the folder.") from error
 

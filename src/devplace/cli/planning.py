@@ -13,7 +13,14 @@ import click
 
 from devplace import placers
 from devplace.cli.imported import refuse_running
-from devplace.cli.session import Request, Session, open_session, refuse_overwriting, working
+from devplace.cli.session import (
+    Request,
+    Session,
+    check_output,
+    open_session,
+    refuse_overwriting,
+    working,
+)
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
 from devplace.placers.place import infeasible
@@ -42,12 +49,8 @@ class Outputs:
     def check(self, request: Request) -> None:
         """A path that cannot or must not be written is told before the search, not after."""
         for what, path in (("a plan", self.plan), ("a page", self.html)):
-            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-                raise InputError(
-                    f"Cannot write {what} to {path}: no such folder, or a folder itself."
-                )
             if path is not None:
-                refuse_overwriting(path, request.files())
+                check_output(what, path, request.files())
         if self.plan is not None and self.html is not None:
             refuse_overwriting(self.html, [self.plan])
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from devplace.cli.session import working
+from devplace.cli.session import check_output, working
 from devplace.errors import InputError, MachineError, VerificationError
+from devplace.files import write_whole
 from devplace.machine import Machine, detect, toml
 from devplace.units import format_bytes, format_time
 
@@ -93,14 +94,16 @@ def probe(output: Path | None) -> ProbeOutcome:
     except MachineError as error:
         refusal = f"No machine can be described: {error}"
     if output is not None and measured is not None:
-        output.write_text(toml.dumps(measured), encoding="utf-8")
+        try:
+            write_whole(output, toml.dumps(measured).encode())
+        except OSError as error:
+            raise InputError(f"Cannot write {output}: {error.strerror}. Check the path.") from error
     return ProbeOutcome(report, measured, refusal, output)
 
 
 def _check_output(output: Path) -> None:
     """A path that cannot or must not be written is told before the probe, not after."""
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        raise InputError(f"Cannot write a machine to {output}: no such folder, or a folder itself.")
+    check_output("a machine", output)
     if output.suffix != ".toml":
         raise InputError(f"A machine file must end in .toml, got {output}. Give another output.")
     if output.exists() and not _is_probed(output):

@@ -13,6 +13,7 @@ import click
 from devplace.cli.measured import keep_measured
 from devplace.cli.session import Session, reopen, working
 from devplace.cli.tracing import print_deviations
+from devplace.errors import InputError
 from devplace.plan import Plan, load_plan
 from devplace.units import format_bytes, format_time
 
@@ -64,6 +65,8 @@ class RunOutcome:
             click.echo(f"Measured {took} per step; predicted {planned}.")
         if not all(math.isfinite(loss) for loss in d["losses"]):
             click.echo("note: losses are not finite; equal steps can still be of no use.")
+        for note in d["notes"]:
+            click.echo(f"note: {note}")
         click.echo(f"Losses: {', '.join(f'{loss:.6g}' for loss in d['losses'])}")
         if self.deviations is not None:
             print_deviations(self.deviations)
@@ -91,7 +94,7 @@ def run(
         )
     with working("measuring"):
         ran = _measure(plan, session, steps, seed)
-    keep_measured(path, plan, ran.timeline)
+    notes = _keep(path, plan, ran.timeline)
     found = None
     if with_deviations:
         from devplace.report import deviations
@@ -115,9 +118,19 @@ def run(
             "losses": ran.losses,
             "mode": ran.mode,
             "reason": ran.reason,
+            "notes": notes,
         },
         found,
     )
+
+
+def _keep(path: Path, plan: Plan, measured: Any) -> list[str]:
+    """Keep the measured timeline; what was checked and measured is told also where it cannot be."""
+    try:
+        keep_measured(path, plan, measured)
+    except InputError as error:
+        return [f"the measured timeline is not kept. {error}"]
+    return []
 
 
 @dataclass(frozen=True)

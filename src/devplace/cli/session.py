@@ -14,6 +14,7 @@ import msgspec
 
 from devplace.cli.imported import is_imported, read_graph, refuse_running
 from devplace.errors import InputError, PlanError, PlanMismatchError
+from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
 from devplace.plan import Plan
 from devplace.problem import Problem
@@ -121,10 +122,18 @@ class _Made(msgspec.Struct):
     objective: str = "latency"
 
 
+def check_output(what: str, output: Path, inputs: Iterable[Path] = ()) -> None:
+    """A path that cannot or must not be written is told before the work, not after."""
+    reason = why_unwritable(output)
+    if reason:
+        raise InputError(f"Cannot write {what} to {output}: {reason}. Give another output.")
+    refuse_overwriting(output, inputs)
+
+
 def refuse_overwriting(output: Path, inputs: Iterable[Path]) -> None:
     """An output must not replace a file that was just read."""
     for path in inputs:
-        if output.resolve() == path.resolve():
+        if os.path.realpath(output) == os.path.realpath(path):
             raise InputError(f"Writing to {output} would overwrite {path}. Give another output.")
 
 

@@ -11,8 +11,9 @@ import click
 import msgspec
 
 from devplace.cli.measured import load_measured, measured_path
-from devplace.cli.session import refuse_overwriting, reopen
+from devplace.cli.session import check_output, refuse_overwriting, reopen
 from devplace.errors import InputError
+from devplace.files import write_whole
 from devplace.plan import load_plan
 
 
@@ -66,7 +67,7 @@ def trace(path: Path, output: Path, machine: str | None, with_deviations: bool) 
         raise InputError(
             f"Deviations need a measured timeline of this plan. First: devplace run {path}"
         )
-    refuse_overwriting(output, (path, measured_path(path)))
+    check_output("a trace", output, (path, measured_path(path)))
     session = reopen(plan, machine)
     refuse_overwriting(output, session.request.files())
     from devplace import report
@@ -79,7 +80,7 @@ def trace(path: Path, output: Path, machine: str | None, with_deviations: bool) 
     timeline = plan.timeline(session.problem)
     data = report.chrome_trace(timeline, measured, transfers)
     try:
-        output.write_bytes(msgspec.json.encode(data))
+        write_whole(output, msgspec.json.encode(data))
     except OSError as error:
         raise InputError(f"Cannot write {output}: {error.strerror}. Check the folder.") from error
     found = report.deviations(timeline, measured, transfers) if with_deviations else None

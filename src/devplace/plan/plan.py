@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ import numpy as np
 
 import devplace
 from devplace.errors import PlanError, PlanMismatchError
+from devplace.files import write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Machine
 from devplace.problem import Placement, Problem
@@ -125,17 +125,9 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced only by a whole new one."""
-        target = Path(path).resolve()
-        part = target.with_name(target.name + ".part")
         try:
-            if target.exists() and not target.is_file():
-                target.write_bytes(self.to_json())  # a device or pipe is no file to replace
-                return
-            part.write_bytes(self.to_json())
-            part.replace(target)
+            write_whole(path, self.to_json())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
             raise PlanError(
                 f"Cannot write plan {path}: {error.strerror}. Check the path."
             ) from error

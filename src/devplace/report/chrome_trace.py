@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from devplace.errors import InputError
+from devplace.files import write_whole
 from devplace.machine.machine import channels_of
 from devplace.simulator import Timeline
 from devplace.units import NS_PER_US
@@ -85,7 +86,7 @@ def save_chrome_trace(
     """
     data = msgspec.json.encode(chrome_trace(timeline, measured, transfers))
     try:
-        Path(path).write_bytes(data)
+        write_whole(path, data)
     except OSError as error:
         raise InputError(f"Cannot write trace {path}: {error.strerror}. Check the path.") from error
 

@@ -11,6 +11,7 @@ import msgspec
 from markupsafe import Markup
 
 from devplace.errors import InputError
+from devplace.files import write_whole
 from devplace.placers import Result
 from devplace.report.chrome_trace import Span, lanes, planned_rows
 from devplace.report.explain import explain
@@ -66,7 +67,7 @@ def save_html_report(
     """
     text = html_report(result, results)
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
     except OSError as error:
         raise InputError(
             f"Cannot write report {path}: {error.strerror}. Check the path."
