@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import pytest
 from devplace.cli import main
 
 MLP = """
+import os
 import torch
 
 def build():
@@ -49,17 +51,19 @@ def wrong():
 
 def chatty():
     print("building")
+    os.write(1, b"as C does\\n")
     model = torch.nn.Linear(4, 4)
     model.register_forward_hook(lambda *_: print("forward"))
     return model, (torch.randn(3, 4),), lambda m, x: m(x).sum() * float("nan")
 """
 
 
-def devplace(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def devplace(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does."""
     return subprocess.run(
         [sys.executable, "-c", "from devplace.cli import main; main()", *arguments],
         cwd=cwd,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -267,7 +271,7 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["plan", "mlp.py:crash"], 2, ["no data today"]),
     (["plan", "mlp.py:wrong"], 2, ["(model, inputs, loss_fn)"]),
     (["plan", "mlp.py:empty"], 2, ["trainable parameters"]),
-    (["plan", "mlp.py:branch"], 2, ["mlp.py:16"]),
+    (["plan", "mlp.py:branch"], 2, ["mlp.py:17"]),
     (["plan", "mlp.py:build", "--machine", "k41x4"], 2, ["k40x4"]),
     (["plan", "mlp.py:build", "--machine", "bad.toml"], 2, ["bad.toml:6", "bandwidth"]),
     (["plan", "mlp.py:build", "--budget", "0"], 2, ["30s"]),
@@ -298,6 +302,9 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["run", "edited.json"], 2, ["device"]),
     (["run", "other-model.json"], 5, ["another"]),
     (["run", "plan.json", "--machine", "cpux3"], 5, ["cpu:2"]),
+    (["explain", "bound.json", "--machine", "k40x2"], 5, ["another machine", "cuda:1"]),
+    (["compare", "mlp.py:build", "--placers", "data-parallel"], 2, ["micro_batches=2"]),
+    (["plan", "mlp.py:build", "--machine", "k40x2", "--budget", "1ev,2ev"], 2, ["twice"]),
     (["trace", "plan.json", "-o", "no/such/folder/t.json"], 2, ["no/such/folder"]),
     (["machines", "k40x99"], 2, ["k40"]),
     (["machines", "bad.toml"], 2, ["bad.toml:6"]),
@@ -309,8 +316,11 @@ BAD: list[tuple[list[str], int, list[str]]] = [
 def bad_files(folder: Path) -> Path:
     """Damaged files beside the good ones."""
     text = (folder / "plan.json").read_text()
-    (folder / "truncated.json").write_text(text[: len(text) // 2])
     data: dict[str, Any] = json.loads(text)
+    data["request"]["limits"] = {"cpu:1": "1GB"}
+    (folder / "bound.json").write_text(json.dumps(data))
+    (folder / "truncated.json").write_text(text[: len(text) // 2])
+    data = json.loads(text)
     data["placement"][0] = 7
     (folder / "edited.json").write_text(json.dumps(data))
     (folder / "other.py").write_text(
@@ -360,6 +370,7 @@ def test_what_the_users_code_prints_is_not_in_the_json(folder: Path) -> None:
     done = devplace("plan", "mlp.py:chatty", *options, "--json", cwd=folder)
     assert json.loads(done.stdout)["feasible"] is True
     assert "building" in done.stderr
+    assert "as C does" in done.stderr
     assert "forward" in done.stderr
     done = devplace("run", "chatty.json", "--steps", "1", "--json", cwd=folder)
     assert json.loads(done.stdout, parse_constant=pytest.fail)["losses"] == [None]
@@ -374,6 +385,43 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("command", [["machines", "k40x4"], ["explain", "plan.json"]])
+def test_a_closed_pipe_is_no_error_for_tables(folder: Path, command: list[str]) -> None:
+    """Nor while a table is printed."""
+    script = (
+        "import os, sys; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+        f"sys.argv = ['devplace', *{command}]\n"
+        "from devplace.cli import main; main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_names_are_shown_as_they_are(folder: Path) -> None:
+    """Brackets are no markup, columns stay on narrow screens, and a letter that the terminal
+    lacks is escaped."""
+    (folder / "names.py").write_text(
+        MLP + "\ndef odd():\n    model = torch.nn.Module()\n"
+        "    model.add_module('[/b]größe', torch.nn.Linear(8, 4))\n"
+        "    inputs = (torch.randn(6, 8), torch.randint(4, (6,)))\n"
+        "    return model, inputs, lambda m, x, y: torch.nn.functional.cross_entropy("
+        "dict(m.named_children())['[/b]größe'](x), y)\n"
+    )
+    (folder / "names.toml").write_text(
+        '[[devices]]\nname = "[/red]"\nkind = "cpu"\nmemory = "1 GB"\n'
+        'flops = "1 TFLOP/s"\nbandwidth = "9 GB/s"\n'
+    )
+    assert "[/red]" in devplace("machines", "names.toml", cwd=folder).stdout
+    options = ("--machine", "names.toml", "--budget", "9ev", "-o", "names.json")
+    assert devplace("plan", "names.py:odd", *options, cwd=folder).returncode == 0
+    done = devplace("explain", "names.json", cwd=folder, COLUMNS="0", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "[/b]gr\\xf6\\xdfe" in done.stdout
+    assert "[/red]" in done.stdout
 
 
 def test_ctrl_c_is_exit_code_130(folder: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -116,3 +119,24 @@ def test_the_folder_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("DEVPLACE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "devplace"
+
+
+def test_a_python_without_sqlite_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is told when times are to be kept; nothing else needs it."""
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    with pytest.raises(CacheError, match=r"no sqlite3.*measured again"):
+        kept(tmp_path)
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run under any number."""
+    for name in ("DEVPLACE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    assert cache_folder() == Path(tempfile.gettempdir()) / f"devplace-{os.getuid()}"

@@ -92,6 +92,12 @@ WRONG = [
     ((device("g", launch_gap_ns=-1),), (), (), "'g': launch_gap_ns must not be negative"),
     ((device("g", flops_per_s={}),), (), (), "'g': flops_per_s must have a 'float32' rate"),
     ((device("g", flops_per_s={"float32": 0}),), (), (), r"'g': flops_per_s.float32 must be pos"),
+    (
+        (device("g", flops_per_s={"float32": 1, "fp16": 2}),),
+        (),
+        (),
+        "'g': flops_per_s has a rate of an unknown dtype 'fp16'. Did you mean 'float16'",
+    ),
     ((device("g", memory_bytes=10**23),), (), (), "'g': memory_bytes must be below"),
     ((device("g", bytes_per_s=10**23),), (), (), "'g': bytes_per_s must be below"),
     ((device("g", streams=2**31),), (), (), "'g': streams must be below"),

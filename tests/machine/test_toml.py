@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from devplace.errors import MachineError
 from devplace.machine import Device, Link, Machine, Pool, load_machine, presets, toml
+from devplace.machine.machine import RATE_DTYPES
 from devplace.machine.quantity import (
     BANDWIDTHS,
     FLOP_RATES,
@@ -98,14 +99,17 @@ TIME = st.integers(0, 10**15 - 1)  # the limit of a machine description
 WORD = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
 
-@given(SIZE, SIZE, TIME, TIME, SIZE, st.booleans(), WORD, st.dictionaries(WORD, WORD, max_size=2))
-def test_any_machine_round_trips(memory, speed, gap, reserve, rate, usable, word, sources):
+@given(
+    *(SIZE, SIZE, TIME, TIME, SIZE, st.booleans(), WORD, st.sampled_from(RATE_DTYPES[1:])),
+    st.dictionaries(WORD, WORD, max_size=2),
+)
+def test_any_machine_round_trips(memory, speed, gap, reserve, rate, usable, word, dtype, sources):
     """Whatever the numbers and texts, writing and reading gives the same machine."""
     device = Device(
         name=f"cuda:{word}",
         kind="gpu",
         memory_bytes=memory,
-        flops_per_s={"float32": speed, f"x{word}": rate},
+        flops_per_s={"float32": speed, dtype: rate},
         bytes_per_s=rate,
         model=word,
         reserve_bytes=reserve,
@@ -147,6 +151,7 @@ WRONG = [
     ('bandwidth = "200 GB/s"\n', "", "m.toml:17: devices[1] (cuda:0) needs a field 'bandwidth'"),
     ('flops = "1 TFLOP/s"\n', "", "m.toml:10: devices[0] (cpu:0) needs a field 'flops'"),
     ('"4.29 TFLOP/s"', "0", "m.toml:25: devices[1].flops.float32 must be positive, got 0"),
+    ("float16 = ", "bf16 = ", "m.toml:26: devices[1].flops.bf16 has a rate of an unknown dtype"),
     ("float32 = ", "float23 = ", "m.toml:24: devices[1].flops must have a 'float32' rate"),
     ('memory = "12GB"', "memory = -5", "m.toml:19: devices[1].memory must be positive, got -5 B"),
     ('memory = "12GB"', "memroy = 5", "m.toml:19: unknown field devices[1].memroy. Did you mean"),
@@ -210,3 +215,19 @@ def test_lines_of_sub_tables():
     assert lines["devices", 1, "flops"] == 24
     assert lines["devices", 1, "flops.float16"] == 26
     assert lines["links", 0, "latency"] == 33
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path):
+    """A file as some editors save it is read like any other."""
+    file = tmp_path / "m.toml"
+    file.write_text(GOOD, encoding="utf-8-sig")
+    assert toml.load(file) == toml.loads(GOOD)
+
+
+def test_a_field_of_the_wrong_form_is_named_with_its_line():
+    """Also where a table was expected; and nothing known is told as that."""
+    with pytest.raises(MachineError, match=r"^m\.toml:2: devices must be written as"):
+        toml.loads('name = "x"\ndevices = 3\n', "m.toml")
+    text = '[[links]]\nsrc = "a"\ndst = "b"\nbandwidth = 1\n'
+    with pytest.raises(MachineError, match=r"unknown device 'a' .* Known: none is given"):
+        toml.loads(text, "m.toml")

@@ -43,6 +43,13 @@ def test_a_budget_is_positive(arguments: dict[str, float]) -> None:
         Budget(**arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["1s,2s", "5ev,6ev", "1s,5ev,1min"])
+def test_a_budget_names_each_kind_once(text: str) -> None:
+    """Which of two numbers counts is not guessed."""
+    with pytest.raises(InputError, match=r"gives the .* twice"):
+        Budget.parse(text)
+
+
 @pytest.mark.parametrize("text", ["0s", "0ev"])
 def test_an_empty_budget_in_text_is_refused(text: str) -> None:
     """A budget of nothing finds nothing."""

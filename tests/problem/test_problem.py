@@ -86,6 +86,13 @@ def test_s58_bad_limits_are_named(limits: dict[Any, Any], part: str) -> None:
         make(limits=limits)
 
 
+def test_a_limit_above_the_memory_is_a_note() -> None:
+    """It lowers nothing, and that is told with both sizes."""
+    (note,) = make(limits={"cuda:0": "5 KB", "cuda:1": 7}).notes
+    assert "limit of 5 KB for cuda:0 is above the 1 KB" in note
+    assert make(limits={"cuda:0": 1000}).notes == ()
+
+
 def test_gb_and_gib_differ() -> None:
     """GB is decimal, GiB binary."""
     machine = hand_machine({"cuda:0": 10**12})

@@ -291,3 +291,21 @@ def test_resolve_builds_by_name() -> None:
     assert workloads.resolve("nmt-2", "small", batch=2).inputs[0].shape == (2, 4)
     with pytest.raises(InputError, match="Did you mean 'nmt-2'"):
         workloads.resolve("nmt2")
+
+
+def test_whatever_a_function_raises_is_one_line(tmp_path: Path) -> None:
+    """Also what is no `Exception`, has no text, or comes of looking the function up."""
+    text = "class Odd(BaseException):\n    pass\n\ndef build(size=None):\n    raise {}\n"
+    message = message_of(write(tmp_path, text.format("Odd('no')")) + ":build")
+    assert "Odd: no (while calling build(size='full'))" in message
+    message = message_of(write(tmp_path, text.format("AssertionError")) + ":build")
+    assert "AssertionError (while" in message
+    lookup = "def __getattr__(name):\n    raise RuntimeError(name)\n"
+    message = message_of(write(tmp_path, lookup) + ":build")
+    assert "RuntimeError: build (while looking up build)" in message
+
+
+def test_keyword_inputs_have_texts_as_keys(tmp_path: Path) -> None:
+    """The key that is none is named."""
+    text = "def build():\n    return torch.nn.Linear(2, 2), {0: torch.ones(2)}, print\n"
+    assert "inputs with the key 0" in message_of(write(tmp_path, text) + ":build")

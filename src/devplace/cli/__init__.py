@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -13,13 +14,16 @@ def main() -> None:
     from devplace.cli.commands import devplace
     from devplace.errors import DevplaceError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack letters of the user's names
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         devplace(standalone_mode=True)
     except DevplaceError as error:
         print(f"devplace: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        print(f"devplace: cannot write the output: {error.strerror}.", file=sys.stderr)
+        named = f"read or write {error.filename}" if error.filename else "write the output"
+        print(f"devplace: cannot {named}: {error.strerror or error}.", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if os.environ.get("DEVPLACE_DEBUG", "").strip().lower() not in _OFF:

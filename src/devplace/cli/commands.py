@@ -44,8 +44,9 @@ def devplace() -> None:
     """Plan, explain and run one PyTorch training step over several devices.
 
     \b
-    Exit codes: 0 ok, 2 bad input, 3 infeasible, 4 verification failed,
-    5 plan does not match machine or model.
+    Exit codes: 0 ok, 1 failed while running or writing, 2 bad input,
+    3 infeasible, 4 verification failed, 5 plan does not match machine or
+    model, 130 Ctrl-C.
     """
 
 

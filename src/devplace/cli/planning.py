@@ -146,12 +146,11 @@ class PlanOutcome:
 
     def print(self) -> None:
         """For people."""
-        from rich.console import Console
-
+        from devplace.cli.console import console
         from devplace.report import memory_table, plan_summary
 
         click.echo(plan_summary(self.result))
-        Console().print(memory_table(self.result.timeline))
+        console().print(memory_table(self.result.timeline))
         for note in (*self.session.problem.notes, *self.result.notes):
             click.echo(f"note: {note}")
         if self.confirmation is not None:
@@ -189,10 +188,12 @@ class CompareOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if some plan fits, else 3; 130 after Ctrl-C."""
+        """0 if some plan fits, 3 if none does, 2 if no placer supports it; 130 after Ctrl-C."""
         if any(result.is_interrupted for result in self.results):
             return INTERRUPTED
-        return 0 if self.best is not None else 3
+        if self.best is not None:
+            return 0
+        return 3 if self.results else InputError.exit_code
 
     @property
     def complaint(self) -> str:
@@ -202,7 +203,10 @@ class CompareOutcome:
         if self.best is not None:
             return ""
         if not self.results:
-            return "No placer supports this problem."
+            reasons = (
+                f"{row.placer}: {row.reason}" for row in self.rows if isinstance(row, Skipped)
+            )
+            return f"No placer can place this: {'; '.join(reasons)}. Name another one in --placers."
         closest = min(
             self.results,  # a proof comes first
             key=lambda r: (not r.bound.is_infeasible, sum(r.timeline.missing_bytes.values())),
@@ -218,18 +222,16 @@ class CompareOutcome:
 
     def print(self) -> None:
         """For people."""
-        from rich.console import Console
-
+        from devplace.cli.console import console
         from devplace.report import comparison_table
 
-        console = Console()
         graph = self.session.problem.graph
         click.echo(
             f"{self.session.request.model} on {self.session.problem.machine.name}: "
             f"{len(graph.ops)} ops, {graph.num_edges} edges, captured for "
             f"{graph.meta.get('device', 'cpu')}; {self.session.problem.costs.origin} costs"
         )
-        console.print(comparison_table(self.rows, problem=self.session.problem, bound=self.bound))
+        console().print(comparison_table(self.rows, problem=self.session.problem, bound=self.bound))
         for note in self.notes:
             click.echo(f"note: {note}")
         if self.best is not None:

@@ -64,17 +64,17 @@ class ProbeOutcome:
 
     def print(self) -> None:
         """For people."""
-        from rich.console import Console
+        from devplace.cli.console import console
 
-        console = Console(width=max(100, Console().width))
-        console.print(links_table(self.report))
+        out = console(least=100)
+        out.print(links_table(self.report))
         for way in _ways(self.report.pairs):
-            console.print(hops_table(self.report.pairs, way))
-        console.print(devices_table(self.report))
+            out.print(hops_table(self.report.pairs, way))
+        out.print(devices_table(self.report))
         for line in notes(self.report):
-            console.print(line, highlight=False, markup=False)
+            out.print(line)
         if self._is_written:
-            console.print(f"Machine written to {self.output}", highlight=False, markup=False)
+            out.print(f"Machine written to {self.output}")
 
 
 def probe(output: Path | None) -> ProbeOutcome:

@@ -205,9 +205,9 @@ class ExplainOutcome:
 
     def print(self) -> None:
         """For people."""
-        from rich.console import Console
+        from devplace.cli.console import console
 
-        Console().print(self.explanation.table())
+        console().print(self.explanation.table())
         for line in (*self.loads, *self.explanation.lines()):
             click.echo(line)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os.path
+import ctypes
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
 from devplace.plan import Plan
+from devplace.plan.plan import check_devices
 from devplace.problem import Problem
 
 if TYPE_CHECKING:
@@ -254,8 +256,7 @@ def _check_devices(request: Request, machine: Any) -> None:
 def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
     from devplace import workloads
 
-    # The user's code may print; stdout is ours.
-    with redirect_stdout(sys.stderr), working("loading torch and the model") as note:
+    with _prints_on_stderr(), working("loading torch and the model") as note:
         workload = workloads.resolve(
             request.model, size=request.size, batch=request.batch, device=device
         )
@@ -289,13 +290,31 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
     return workload, optimizer, graph
 
 
+@contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """What the user's code prints goes to stderr, also from C and from processes it starts: stdout
+    is ours."""
+    with redirect_stdout(sys.stderr), ExitStack() as undo:
+        with suppress(OSError):  # one of the two is closed
+            kept = os.dup(1)
+            undo.callback(os.close, kept)
+            os.dup2(2, 1)
+            undo.callback(os.dup2, kept, 1)
+            undo.callback(ctypes.CDLL(None).fflush, None)  # what C has still to write
+        yield
+
+
 def reopen(plan: Plan, machine: str | None, *, with_values: bool = False) -> Session:
     """The session a plan was made in, checked against the plan.
 
     Raises:
         PlanMismatchError: Model or machine has changed since.
     """
-    session = open_session(Request.from_plan(plan, machine), with_values=with_values)
+    from devplace.machine import load_machine
+
+    request = Request.from_plan(plan, machine)
+    check_devices(plan, load_machine(request.machine))  # before its pins and limits are read
+    session = open_session(request, with_values=with_values)
     plan.check(session.problem)
     return session
 

@@ -44,10 +44,11 @@ def machine(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_json(found)))
         return
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    from devplace.cli.console import console
+
     devices = Table("device", "model", "memory", "reserve", "float32", "bandwidth", "gap")
     for d in found.devices:
         devices.add_row(
@@ -71,9 +72,10 @@ def machine(name: str, as_json: bool) -> None:
                     format_time(link.latency_ns),
                     ", ".join(link.channels),
                 )
-    console.print(f"[bold]{found.name}[/bold]", devices, links)
+    out = console()
+    out.print(Text(found.name, style="bold"), devices, links)
     for topic, source in found.sources.items():
-        console.print(f"{topic}: {source}", highlight=False, markup=False)
+        out.print(f"{topic}: {source}")
 
 
 def _as_json(found: Machine) -> dict[str, Any]:

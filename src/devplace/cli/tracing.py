@@ -50,10 +50,10 @@ class TraceOutcome:
 
 def print_deviations(found: Any) -> None:
     """Tables of the largest deviations, and what is only planned or only measured."""
-    from rich.console import Console
+    from devplace.cli.console import console
 
     for table in found.tables():
-        Console().print(table)
+        console().print(table)
     if found.missing:
         names = ", ".join(found.missing[:5])
         click.echo(f"note: {len(found.missing)} are only planned or only measured: {names}")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sqlite3
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from devplace.errors import CacheError
+
+if TYPE_CHECKING:
+    import sqlite3
 
 VERSION = 1
 _TABLE = """CREATE TABLE IF NOT EXISTS timings (
@@ -18,12 +22,18 @@ _TABLE = """CREATE TABLE IF NOT EXISTS timings (
 
 
 def cache_folder() -> Path:
-    """`$DEVPLACE_CACHE`, else `devplace` in the user's cache folder."""
+    """`$DEVPLACE_CACHE`, else `devplace` in the user's cache folder; without a home, in the folder
+    for temporary files."""
     named = os.environ.get("DEVPLACE_CACHE")
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "devplace"
+    if base:
+        return Path(base) / "devplace"
+    try:
+        return Path.home() / ".cache" / "devplace"
+    except RuntimeError:  # a user without an entry, as in some containers
+        return Path(tempfile.gettempdir()) / f"devplace-{os.getuid()}"
 
 
 class TimingCache:
@@ -51,7 +61,7 @@ class TimingCache:
         Raises:
             CacheError: The file is no cache of this version.
         """
-        if self.path is None or not self.path.exists():
+        if self.path is None or not os.path.exists(self.path):
             return {}
         found: dict[str, tuple[int, int]] = {}
         names = {_digest(call): call for call in calls}
@@ -88,6 +98,12 @@ class TimingCache:
     def _open(self) -> Iterator[sqlite3.Connection]:
         assert self.path is not None
         try:
+            import sqlite3  # some builds of Python have none, and not every plan needs it
+        except ImportError as error:
+            raise CacheError(
+                _complaint(self.path, f"this Python has no sqlite3 ({error})")
+            ) from None
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(self.path, timeout=5.0)
         except (OSError, sqlite3.Error) as error:
@@ -101,6 +117,8 @@ class TimingCache:
             connection.close()
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
+        from sqlite3 import DatabaseError
+
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables == 0:
@@ -108,7 +126,7 @@ class TimingCache:
             connection.execute(f"PRAGMA user_version = {VERSION}")
             connection.commit()
         elif version != VERSION:
-            raise sqlite3.DatabaseError(f"it has version {version}, this is {VERSION}")
+            raise DatabaseError(f"it has version {version}, this is {VERSION}")
 
 
 def _is_sound(place: str, call: str, ns: object, workspace: object, seal: object) -> bool:

@@ -15,6 +15,16 @@ _TIME_LIMIT_NS = 10**15  # 11 days; sums of a few stay far inside 64 bits
 
 DeviceKind = Literal["cpu", "gpu"]
 
+# fmt: off
+RATE_DTYPES = (
+    "float32", "tf32", "float64", "float16", "bfloat16", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "bool",
+)
+# fmt: on
+"""Names a rate may have: torch's dtypes, and tf32."""
+
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One device.
@@ -217,6 +227,17 @@ def _staged_points(first: Link, second: Link) -> tuple[tuple[int, int], ...]:
     )
 
 
+def unknown_dtype(owner: str, dtype: str) -> str:
+    """What is wrong with the name of a rate, and the nearest right one."""
+    short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+    near = (
+        f" Did you mean {short[dtype]!r}?" if dtype in short else did_you_mean(dtype, RATE_DTYPES)
+    )
+    return (
+        f"{owner} has a rate of an unknown dtype {dtype!r}.{near} Known: {', '.join(RATE_DTYPES)}."
+    )
+
+
 def _validate(machine: Machine) -> None:
     if not machine.devices:
         raise MachineError(
@@ -285,6 +306,8 @@ def _validate_device(device: Device, pools: set[str]) -> None:
     if "float32" not in device.flops_per_s:
         raise MachineError(f"{owner}: flops_per_s must have a 'float32' rate. Measure or set it.")
     for dtype, rate in device.flops_per_s.items():
+        if dtype not in RATE_DTYPES:
+            raise MachineError(f"{owner}: {unknown_dtype('flops_per_s', dtype)}")
         _positive(rate, owner, f"flops_per_s.{dtype}", "FLOP/s")
     if device.pool and device.pool not in pools:
         hint = did_you_mean(device.pool, sorted(pools))

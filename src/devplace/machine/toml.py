@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from devplace.errors import MachineError, did_you_mean
-from devplace.machine.machine import Device, Link, Machine, Pool
+from devplace.machine.machine import (
+    RATE_DTYPES,
+    Device,
+    Link,
+    Machine,
+    Pool,
+    unknown_dtype,
+)
 from devplace.machine.quantity import (
     BANDWIDTHS,
     FLOP_RATES,
@@ -42,6 +49,9 @@ def _rates(value: Any, what: str) -> dict[str, int]:
         return {"float32": parse_quantity(value, FLOP_RATES, what)}
     if "float32" not in value:
         raise MachineError(f"{what} must have a 'float32' rate. Measure it or set it.")
+    for dtype in value:
+        if dtype not in RATE_DTYPES:
+            raise MachineError(unknown_dtype(f"{what}.{dtype}", dtype))
     return {d: parse_quantity(rate, FLOP_RATES, f"{what}.{d}") for d, rate in value.items()}
 
 
@@ -135,7 +145,7 @@ def load(path: str | Path) -> Machine:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # as some editors write it
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise MachineError(f"Cannot read machine file {str(path)!r}: {reason}.") from None
@@ -186,13 +196,14 @@ class _Reader:
 
     def error(self, table: str, index: int, key: str, message: str, at: str = "") -> MachineError:
         """An error at the line of a field, or of the entry that lacks it."""
-        place = self.lines.get((table, index, at or key))
-        line = place or self.lines.get((table or key, index, ""))
+        place = self.lines.get((table, index, at or key)) or self.lines.get((table, index, key))
+        line = place or self.lines.get((table or key, index, "")) or self.lines.get(("", 0, table))
         return MachineError(f"{self.file}{f':{line}' if line else ''}: {message}")
 
     @staticmethod
     def unknown(what: str, name: str, known: tuple[str, ...]) -> str:
-        return f"unknown {what}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+        listed = ", ".join(known) or "none is given"
+        return f"unknown {what}.{did_you_mean(name, known)} Known: {listed}."
 
     def top_text(self, key: str, default: str) -> str:
         value = self.data.get(key, default)

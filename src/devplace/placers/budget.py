@@ -53,6 +53,12 @@ class Budget:
         evaluations: int | None = None
         for part in str(text).split(","):
             match = re.fullmatch(r"\s*([0-9]+)\s*ev\s*", part)
+            if (evaluations if match else seconds) is not None:
+                what = "evaluations" if match else "time"
+                raise InputError(
+                    f"A budget has one number of each kind: {text!r} gives the {what} "
+                    f"twice. Keep one."
+                )
             if match:
                 evaluations = int(match.group(1))
                 continue

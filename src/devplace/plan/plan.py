@@ -286,13 +286,22 @@ def _check_graph(plan: Plan, problem: Problem) -> None:
     )
 
 
-def _check_machine(plan: Plan, machine: Machine) -> None:
+def check_devices(plan: Plan, machine: Machine) -> None:
+    """Refuse a machine with other devices than the plan's.
+
+    Raises:
+        PlanMismatchError: Lists both.
+    """
     if plan.device_names != machine.device_names:
         raise PlanMismatchError(
             f"The plan was made for another machine: its devices are "
             f"{', '.join(plan.device_names)}, these are "
             f"{', '.join(machine.device_names)}. Plan again."
         )
+
+
+def _check_machine(plan: Plan, machine: Machine) -> None:
+    check_devices(plan, machine)
     if plan.fingerprints.machine != machine_fingerprint(machine):
         raise PlanMismatchError(
             f"The plan was made for another machine: {machine.name!r} has the same device names, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.names import resolve_device
 from devplace.problem.placement import Placement
-from devplace.units import NS_PER_S, parse_size
+from devplace.units import NS_PER_S, format_bytes, parse_size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,7 +162,19 @@ class Problem:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was softened or is worth knowing about the demands."""
-        return self._demands[1]
+        return (*self._demands[1], *self._vain_limits())
+
+    def _vain_limits(self) -> Iterator[str]:
+        """Limits above what a device has, which lower nothing."""
+        for name, value in self.limits.items():
+            device = resolve_device(self.machine, name, "limits")
+            asked = parse_size(value, f"Limit of {name}")
+            usable = self.machine.devices[self.machine.device_index[device]].usable_bytes
+            if asked > usable:
+                yield (
+                    f"the limit of {format_bytes(asked)} for {device} is above the "
+                    f"{format_bytes(usable)} that it has for a step; the smaller one holds"
+                )
 
     def expand(self, task_devices: NDArray[np.int32]) -> NDArray[np.int32]:
         """Device of every op from that of every task: views with their base, read-only sources

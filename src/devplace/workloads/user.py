@@ -81,8 +81,12 @@ def _split(spec: str) -> tuple[Path, str]:
     path = Path(file_text)
     if not path.is_file():
         folder = path.parent
-        others = [other.name for other in folder.glob("*.py")] if folder.is_dir() else []
-        guess = did_you_mean(path.name, others)
+        others = (
+            [other.name for other in folder.glob("*.py") if other.is_file()]
+            if folder.is_dir()
+            else []
+        )
+        guess = did_you_mean(path.name, others) if not path.exists() else " It is no file."
         raise InputError(f"There is no file {file_text!r} to take {function_name!r} from.{guess}")
     return path, function_name
 
@@ -111,7 +115,9 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and what test runners and the like raise
         sys.modules.pop(name, None)
         raise _user_error(path, error, "importing it") from error
     return module
@@ -119,12 +125,15 @@ def _import(path: Path) -> ModuleType:
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     """The function of that name, or the error that names the nearest one."""
-    found: Callable[..., Any] | None = getattr(module, name, None)
+    try:
+        found: Callable[..., Any] | None = getattr(module, name, None)
+    except Exception as error:  # the module's own `__getattr__`
+        raise _user_error(path, error, f"looking up {name}") from error
     if callable(found):
         return found
     known = _functions_of(path)
     listed = f" Functions there: {', '.join(known)}." if known else " It defines no function."
-    what = "is not a function" if hasattr(module, name) else "is missing"
+    what = "is missing" if found is None else "is not a function"
     raise InputError(f"Function {name!r} {what} in {path}.{did_you_mean(name, known)}{listed}")
 
 
@@ -172,9 +181,13 @@ def _call(
         try:
             with seeded(seed, attempt):
                 return function(**keywords)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, and what test runners and the like raise
             if attempt is None:
-                raise _user_error(path, error, f"calling {_name_of(function)}()") from error
+                given = ", ".join(f"{key}={value!r}" for key, value in keywords.items())
+                call = f"calling {_name_of(function)}({given})"
+                raise _user_error(path, error, call) from error
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -194,6 +207,9 @@ def _checked(spec: str, result: Any, target: Any) -> Workload:
         raise InputError(f"{spec} returned {_kind(model)} as the model. {_RETURNS}")
     if not isinstance(inputs, tuple | list | dict):
         raise InputError(f"{spec} returned {_kind(inputs)} as the inputs. {_RETURNS}")
+    if isinstance(inputs, dict) and not all(isinstance(key, str) for key in inputs):
+        key = next(key for key in inputs if not isinstance(key, str))
+        raise InputError(f"{spec} returned inputs with the key {key!r}, expected texts. {_RETURNS}")
     if not callable(loss_fn):
         raise InputError(f"{spec} returned {_kind(loss_fn)} as the loss function. {_RETURNS}")
     if target.type != "meta" and "meta" in devices_of(model, inputs):
@@ -230,7 +246,7 @@ def _user_error(path: Path, error: BaseException, doing: str) -> InputError:
     if isinstance(error, SystemExit):
         text = f"it exits with {text or 0}"
     where = f"{path}:{line}" if line else str(path)
-    return InputError(f"{where}: {type(error).__name__}: {text} (while {doing}).")
+    return InputError(f"{where}: {type(error).__name__}{text and ': '}{text} (while {doing}).")
 
 
 def _same_file(name: str | None, path: Path) -> bool:
