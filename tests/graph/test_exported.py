@@ -1,5 +1,7 @@
 """Inference graphs from saved torch exports."""
 
+import logging
+
 import pytest
 import torch
 
@@ -105,3 +107,20 @@ def test_bodies_are_refused(tmp_path):
 
     with pytest.raises(InputError, match="has a body"):
         read_pt2(save(tmp_path / "b.pt2", Branch(), torch.zeros(3)))
+
+
+def test_nothing_but_the_error_tells_of_a_damaged_file(tmp_path):
+    """torch's own traceback of the file stays out of stderr, and its logger as it was."""
+    seen: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = seen.append
+    logger = logging.getLogger("torch.export")
+    logger.addHandler(handler)
+    (tmp_path / "bad.pt2").write_bytes(b"PK no zip")
+    try:
+        with pytest.raises(InputError, match="is no export"):
+            read_pt2(tmp_path / "bad.pt2")
+        assert not seen
+        assert not logger.filters
+    finally:
+        logger.removeHandler(handler)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +50,39 @@ def read_pt2(path: str | Path) -> OpGraph:
 def _load(path: str) -> Any:
     if not Path(path).is_file():
         raise InputError(f"There is no file {path!r}. Check the path.")
+    logged: list[BaseException] = []
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _held_back("torch.export") as logged:
             warnings.simplefilter("ignore")  # torch's own, of its own older forms
             program = torch.export.load(path)
             table = torch.export.default_decompositions()
             table.pop(_ATTENTION, None)  # one kernel on every device
             return program.run_decompositions(table)
     except Exception as error:  # zip, JSON, schema and version errors have no common base
-        text = " ".join(str(error).split())[:160]
+        text = " ".join(str(logged[-1] if logged else error).split())[:160]
         raise InputError(
             f"{path} is no export that torch {torch.__version__} can read: {text}. "
             f"Save it again with torch.export.save."
         ) from error
+
+
+@contextmanager
+def _held_back(name: str) -> Iterator[list[BaseException]]:
+    """Holds back what a logger says, and gives the errors in it: torch logs what is wrong with a
+    damaged file, with a traceback, and then raises that something is."""
+    logger = logging.getLogger(name)
+    errors: list[BaseException] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            errors.append(record.exc_info[1])
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield errors
+    finally:
+        logger.removeFilter(hold)
 
 
 class _Builder:
