@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "anneal.hpp"
-#include "threads.hpp"
+#include "../threads.hpp"
 
 namespace devplace_load {
 

@@ -182,7 +182,7 @@ nb::tuple search_blocks(nb::object graph, In<i32> starts, double seconds, i64 ma
       nb::gil_scoped_acquire acquire;
       return interrupted = interrupted || PyErr_CheckSignals() != 0;
     };
-    run_threads(threads, stop, poll, [&](int t) {
+    devplace::run_threads(threads, stop, poll, [&](int t) {
       BlockSearcher searcher(g, seed * 1000003u + static_cast<u64>(t), limits);
       searcher.run(given);
       found[t] = {searcher.best(), searcher.mark()};

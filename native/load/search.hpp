@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "anneal.hpp"
-#include "threads.hpp"
+#include "../threads.hpp"
 
 namespace devplace_load {
 
@@ -196,7 +196,7 @@ Outcome search(const Hyper& h, const std::vector<std::vector<i32>>& starts, doub
   limits.bound = bound;
   limits.stop = &stop;
   std::vector<i64> evaluations(threads, 0);
-  run_threads(threads, stop, poll, [&](int t) {
+  devplace::run_threads(threads, stop, poll, [&](int t) {
     evaluations[t] = Searcher(h, pool, seed * 1000003u + static_cast<u64>(t), limits).run();
   });
   Outcome out;

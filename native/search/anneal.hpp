@@ -1,6 +1,7 @@
 // Simulated annealing of placements: which device for which group of tasks.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <vector>
@@ -51,6 +52,7 @@ struct Settings {
   i64 most_evaluations = 0, patience = 0;
   double seconds = 0;
   std::uint64_t seed = 0;
+  const std::atomic<bool>* stop = nullptr;  // ends the chain once true
 };
 
 struct Found {
@@ -278,6 +280,7 @@ class Chain {
 
   double seconds() const { return std::chrono::duration<double>(Timer::now() - begin_).count(); }
   bool is_late() {
+    if (settings_.stop && settings_.stop->load(std::memory_order_relaxed)) return true;
     if (settings_.seconds <= 0) return false;
     if (tries_++ % 8 == 0) now_ = seconds();
     return now_ >= settings_.seconds;

@@ -9,6 +9,7 @@
 
 #include "../numpy.hpp"
 #include "../search/anneal.hpp"
+#include "../threads.hpp"
 #include "kernel.hpp"
 
 namespace nb = nanobind;
@@ -155,7 +156,8 @@ class Kernel {
     return nb::make_tuple(vector_to_numpy(found), events);
   }
 
-  // Annealing from each row of `starts`; `space` and `settings` are records of Python.
+  // Annealing from each row of `starts`; `space` and `settings` are records of Python. A signal that
+  // Python turns into an exception, as Ctrl-C, ends the chains; the last value tells.
   nb::tuple anneal(nb::object space, nb::object settings, In<i32> starts, In<i64> priorities,
                    In<i64> seeds, int threads) const {
     Space shared = space_of(space);
@@ -171,23 +173,28 @@ class Kernel {
     common.patience = nb::cast<i64>(settings.attr("patience"));
     common.seconds = nb::cast<double>(settings.attr("seconds"));
     std::vector<Found> found(K);
+    std::atomic<bool> stop{false};
+    common.stop = &stop;
+    bool interrupted = false;
     {
       nb::gil_scoped_release release;
+      const auto poll = [&] {
+        nb::gil_scoped_acquire acquire;
+        if (PyErr_CheckSignals() == 0) return false;
+        PyErr_Clear();
+        return interrupted = true;
+      };
       const int count = std::max(1, std::min<int>(threads, static_cast<int>(K)));
       common.seconds /= static_cast<double>((K + count - 1) / count);  // chains take turns
       std::atomic<std::size_t> next{0};
-      auto work = [&] {
+      run_threads(count, stop, poll, [&](int) {
         for (std::size_t k; (k = next++) < K;) {
           Settings own = common;
           own.seed = static_cast<std::uint64_t>(seeds.data()[k]);
           found[k] = Chain(shared, own)
                          .run(starts.data() + k * G, priorities.size() ? priorities.data() + k * N : nullptr);
         }
-      };
-      std::vector<std::thread> pool;
-      for (int t = 1; t < count; ++t) pool.emplace_back(work);
-      work();
-      for (auto& thread : pool) thread.join();
+      });
     }
     std::vector<i32> groups;
     std::vector<i64> priority, step, overflow, evaluations;
@@ -199,7 +206,8 @@ class Kernel {
       evaluations.push_back(one.evaluations);
     }
     return nb::make_tuple(to_numpy(groups.data(), groups.size(), 1), vector_to_numpy(priority),
-                          vector_to_numpy(step), vector_to_numpy(overflow), vector_to_numpy(evaluations));
+                          vector_to_numpy(step), vector_to_numpy(overflow), vector_to_numpy(evaluations),
+                          interrupted);
   }
 
  private:

@@ -1,5 +1,6 @@
 """CP-SAT leaves Ctrl-C to Python."""
 
+import itertools
 import signal
 import threading
 
@@ -11,15 +12,14 @@ pytest.importorskip("ortools")
 
 
 def hard_model():
-    """One that takes minutes: a magic square of side 8."""
+    """One that takes hours: the shortest ruler of 16 marks, all of whose distances differ."""
     cp = cp_model()
-    model, side = cp.CpModel(), 8
-    cells = [[model.new_int_var(1, side**2, "") for _ in range(side)] for _ in range(side)]
-    model.add_all_different([cell for row in cells for cell in row])
-    total = side * (side**2 + 1) // 2
-    for row in [*cells, *zip(*cells, strict=True)]:
-        model.add(sum(row) == total)
-    model.maximize(sum(a * k for row in cells for k, a in enumerate(row)))
+    model, marks = cp.CpModel(), 16
+    at = [model.new_int_var(0, marks**2, "") for _ in range(marks)]
+    for one, other in itertools.pairwise(at):
+        model.add(one < other)
+    model.add_all_different([b - a for a, b in itertools.combinations(at, 2)])
+    model.minimize(at[-1])
     return cp.CpSolver(), model
 
 
@@ -42,9 +42,12 @@ def test_ctrl_c_stops_a_solver() -> None:
     main = threading.main_thread().ident or 0
     timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        solve(solver, model)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            solve(solver, model)
+    finally:
+        timer.cancel()
+        timer.join()
     assert not [t for t in threading.enumerate() if t.name == "CP-SAT" and t.is_alive()]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,9 +18,10 @@ from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import mean_duration_ns
 from devplace.placers.local_search.classes import Best, make_classes
 from devplace.placers.local_search.explore import Explorer, Moves, Schedule
-from devplace.problem import Problem
+from devplace.problem import Placement, Problem
 from devplace.simulator.kernel import NativeKernel, native_module
 from devplace.testing import hand_machine, hand_problem, tiny_problems
+from devplace.testing.layered import layered_problem
 
 native = native_module()
 pytestmark = pytest.mark.skipif(native is None, reason="native simulator not built")
@@ -177,3 +181,28 @@ def test_native_chains_are_those_of_plain_python(problem: Problem, seed: int) ->
         slow = chains.anneal(problem.core, *arguments)
         for one, other in zip(fast, slow, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ctrl_c_ends_chains_and_keeps_what_they_found(threads: int) -> None:
+    """Chains without any limit end by it; what they found and made is remembered."""
+    problem = layered_problem(300, 3)
+    explorer, start = explorer_of(problem, 3, 0, threads)
+    evaluate = explorer._evaluate
+    evaluate.budget = Budget()
+    first = evaluate(Placement(np.zeros(len(problem.graph.ops), np.int32)))
+    classes = make_classes(
+        problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
+    )
+    endless = Schedule(0.01, 0.3, 2**62, 2**62, 0.0)
+    main = threading.main_thread().ident or 0
+    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            explorer.run(classes, [start], list(problem.usable_devices), 1.0, endless)
+    finally:
+        timer.cancel()
+        timer.join()
+    assert evaluate.num_evaluations > 100
+    assert evaluate.history[-1][2] < first.step_ns

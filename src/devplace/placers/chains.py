@@ -49,8 +49,8 @@ class SplitMix:
 
 def anneal(
     core: Core, space: Space, schedule: Schedule, starts: I32, priorities: I64 | None, seeds: I64
-) -> tuple[I32, I64, I64, I64, I64]:
-    """As `NativeKernel.anneal`, one chain after the other."""
+) -> tuple[I32, I64, I64, I64, I64, bool]:
+    """As `NativeKernel.anneal`, one chain after the other; Ctrl-C is raised at once."""
     found = []
     for k, seed in enumerate(seeds.tolist()):
         chain = _Chain(core, space, schedule, seed, schedule.seconds / len(seeds))
@@ -62,6 +62,7 @@ def anneal(
         np.array(step, np.int64),
         np.array(overflow, np.int64),
         np.array(made, np.int64),
+        False,
     )
 
 

@@ -226,6 +226,9 @@ class Evaluator:
         Returns:
             Per chain: devices of groups `[G]`, priorities of tasks `[N]`, step time, bytes over
             the limits.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; what the chains had found is remembered.
         """
         if self._measure is not None:
             raise InputError(
@@ -236,9 +239,11 @@ class Evaluator:
             found = self.kernel.anneal(space, settings, starts, priorities, seeds, self.threads)
         else:
             found = chains.anneal(self.problem.core, space, settings, starts, priorities, seeds)
-        groups, priority, step, overflow, made = found
+        groups, priority, step, overflow, made, interrupted = found
         self.num_evaluations += int(made.sum())
         self._remember(step, overflow, groups[:, self.problem.core.tasks.group], priority)
+        if interrupted:
+            raise KeyboardInterrupt
         if self._progress is not None:
             self._progress(self.fraction_spent)
         return [

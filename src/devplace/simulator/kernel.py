@@ -184,8 +184,10 @@ class NativeKernel:
         priorities: I64 | None,
         seeds: I64,
         threads: int,
-    ) -> tuple[I32, I64, I64, I64, I64]:
+    ) -> tuple[I32, I64, I64, I64, I64, bool]:
         """Anneal from every start, a chain each.
+
+        Ctrl-C ends the chains where they are.
 
         Args:
             space: See `placers.local_search.explore.Space`.
@@ -197,10 +199,10 @@ class NativeKernel:
 
         Returns:
             Of each chain's best placement: devices of groups `[K, G]`, priorities `[K, N]`, step
-            time, bytes over the limits; and simulations made. `[K]`
+            time, bytes over the limits; simulations made `[K]`; and whether it was interrupted.
         """
         given = np.zeros(0, np.int64) if priorities is None else priorities
-        groups, priority, step, overflow, made = self._kernel.anneal(
+        groups, priority, step, overflow, made, interrupted = self._kernel.anneal(
             space,
             settings,
             np.ascontiguousarray(starts, np.int32),
@@ -209,4 +211,5 @@ class NativeKernel:
             threads,
         )
         count = len(seeds)
-        return groups.reshape(count, -1), priority.reshape(count, -1), step, overflow, made
+        rows = groups.reshape(count, -1), priority.reshape(count, -1)
+        return *rows, step, overflow, made, bool(interrupted)

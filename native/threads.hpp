@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-namespace devplace_load {
+namespace devplace {
 
 // Runs work(0) to work(threads - 1), each on its thread. `poll` is called every 50 ms on the
 // calling thread; once it is true, `stop` is set.
@@ -35,4 +35,4 @@ void run_threads(int threads, std::atomic<bool>& stop, Poll poll, Work work) {
   for (auto& worker : workers) worker.join();
 }
 
-}  // namespace devplace_load
+}  // namespace devplace
