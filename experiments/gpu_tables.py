@@ -84,6 +84,33 @@ def gpu_plans(data: dict[str, Any]) -> str:
     return "\n".join(lines + _baseline_lines(data["rows"], data.get("baselines", [])))
 
 
+def gpu_held_back(data: dict[str, Any]) -> str:
+    """Where the time of plans on several GPUs goes."""
+    made = data["provenance"]
+    parts = ("measured_ns", "share_ns", "divided_ns", "slower_ns", "waiting_ns")
+    lines = [
+        "# What holds plans on several GPUs back",
+        "",
+        f"Milliseconds per training step, from measured traces. {made['cards']}, torch "
+        f"{made['torch']}, seed {made['seed']}, commit {made['commit']}. A step's time is the sum "
+        "of an even share of the undivided step on one GPU, what dividing the batch adds to that "
+        "share, by how much ops are slower than on one GPU (transfers), and what a GPU waits on "
+        "average.",
+        "",
+        *(f"- {note}" for note in made["notes"]),
+        "",
+        "| step | micro-batches | GPUs | plan | measured | even share | divided | slower ops | "
+        "waiting |",
+        "|---" * 9 + "|",
+    ]
+    for row in data["rows"]:
+        times = " | ".join(f"{row[part] / 1e6:.2f}" for part in parts)
+        lines.append(
+            f"| {_step(row)} | {row['micro_batches']} | {row['gpus']} | {row['name']} | {times} |"
+        )
+    return "\n".join([*lines, ""])
+
+
 def _step(row: dict[str, Any]) -> str:
     """What is trained, in words; the same for our rows and for those of others."""
     step = row["workload"] + (f", {row['layers']} layers" if row.get("layers") else "")
