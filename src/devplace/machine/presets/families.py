@@ -202,6 +202,6 @@ def build(family: str, num: int) -> Machine:
     if not 1 <= num <= most:
         raise MachineError(
             f"Machines of family {family!r} have 1 to {most} devices, got {num}. "
-            f"Use for example '{family}x{min(4, most)}', or write a machine file."
+            f"Use for example '{family}x{min(4, most)}'."
         )
     return make(num)
