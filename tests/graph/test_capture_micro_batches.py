@@ -50,19 +50,37 @@ def test_loss_sum_and_weight_is_exact_for_class_weights() -> None:
         )
 
 
-def test_loss_sum_and_weight_is_exact_when_the_weight_is_learned() -> None:
-    """A weight that depends on parameters is differentiated too."""
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda out, y, loss: (out.argmax(1) == y).float().mean(),
+        lambda out, y, loss: loss.detach() * 2,
+        lambda out, y, loss: loss * 0.5,
+    ],
+    ids=["accuracy", "detached", "part of the loss"],
+)
+def test_a_metric_beside_the_loss_is_no_weight(metric: Any) -> None:
+    """What depends on parameters is refused: dividing by it would train, or tell, another thing."""
 
     def pair(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return F.cross_entropy(m(x), y, reduction="sum"), m(x).square().sum()
+        out = m(x)
+        loss = F.cross_entropy(out, y)
+        return loss, metric(out, y, loss)
 
-    def whole(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss, weight = pair(m, x, y)
-        return loss / weight
+    model = net_without_norm()
+    refused = pytest.raises(CaptureError, match=r"depends on parameter '.*'\. Return the loss")
+    for chunks in (1, 2):
+        with refused:
+            capture(model, batches(rows=6)[0], pair, sgd(model), micro_batches=chunks)
+    with refused:
+        capture(model, batches(rows=6)[0], pair)
 
-    assert_same_training(
-        net_without_norm(), batches(rows=7), pair, sgd, eager_loss=whole, micro_batches=3
-    )
+
+def test_a_weight_must_be_a_number() -> None:
+    """A dictionary of metrics beside the loss is refused by name."""
+    model = net_without_norm()
+    with pytest.raises(CaptureError, match=r"second part is a dict\. Return the loss"):
+        capture(model, batches()[0], lambda m, x, y: (xent(m, x, y), {"a": 1}), sgd(model))
 
 
 def test_masked_tokens_are_weighted_by_their_number() -> None:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from devplace.errors import CaptureError
 
@@ -126,6 +127,11 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             f"The loss must be one number: loss_fn returned {got}. Return a scalar tensor, or a "
             f"pair (loss_sum, weight) of scalars."
         )
+    if weight is not None and not isinstance(weight, (torch.Tensor, int, float)):
+        raise CaptureError(
+            f"loss_fn must return the loss, or a pair (loss_sum, weight) of scalars: the second "
+            f"part is a {type(weight).__name__}. Return the loss alone."
+        )
     if weight is not None and not isinstance(weight, torch.Tensor):
         weight = torch.tensor(float(weight), dtype=loss.dtype, device=loss.device)
     if weight is not None and weight.numel() != 1:
@@ -134,6 +140,37 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             f"part has shape {tuple(weight.shape)}. Return the loss alone."
         )
     return _scalar(loss), _scalar(weight) if weight is not None else None
+
+
+def refuse_learned_weight(weight: torch.Tensor, parameters: Mapping[int, str]) -> None:
+    """Refuse a weight that training would change: most likely it is a metric beside the loss.
+
+    Args:
+        weight: Second of the pair that the loss function returned.
+        parameters: Place among the inputs of the trace -> name, of parameters that count.
+
+    Raises:
+        CaptureError: Names a parameter it depends on.
+    """
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(weight, mode.tracer, None)
+    if mode is None or slot is None:
+        return
+    inputs = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+    names = {inputs[place]: name for place, name in parameters.items()}
+    todo, seen = [slot.proxy.node], set()
+    while todo:
+        node = todo.pop()
+        if node in names:
+            raise CaptureError(
+                f"Of a pair that loss_fn returns the second is the weight that the sum of losses "
+                f"is divided by, such as a number of tokens: it must not depend on "
+                f"what is learned, but this one depends on parameter {names[node]!r}. Return the "
+                f"loss alone; a model's outputs, for metrics, are those of a step without loss."
+            )
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
 
 
 def _scalar(tensor: torch.Tensor) -> torch.Tensor:

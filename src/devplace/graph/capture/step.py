@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
-from devplace.graph.capture.loss import refuse_reentrant, split_loss
+from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.reads import Reads, Variable, differs, kept
@@ -252,7 +252,15 @@ class Step:
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
         refuse_reentrant(loss)
+        if weight is not None:
+            refuse_learned_weight(weight, self._places_of_parameters())
         return loss, weight
+
+    def _places_of_parameters(self) -> dict[int, str]:
+        """Inputs that are parameters: trained ones, or in an evaluation all."""
+        is_training, trained = self.request.mode == "train", set(self.trained)
+        places = [(k, i.key) for k, i in enumerate(self.inputs) if i.kind == "parameter"]
+        return {k: name for k, name in places if name in trained or not is_training}
 
     def _infer(self, inputs: dict[int, torch.Tensor]) -> Tensors:
         chunks = self._chunks(inputs)
