@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from devplace.errors import PlanMismatchError
-from devplace.graph.capture.reads import NOTHING, differs
+from devplace.graph.capture.reads import NOTHING, differs, is_function, shown
 from devplace.graph.program import Binding, Program
 
 Get = Callable[[int], Any]
@@ -198,10 +198,15 @@ def _written(kind: str, key: str, tensor: Any) -> PlanMismatchError:
 
 
 def _other_value(what: str, now: Any, captured: Any) -> PlanMismatchError:
-    found = "gone" if now is NOTHING else repr(now)
+    rule, found, way = "Plain values that a step reads are", shown(now), ""
+    if isinstance(captured, (torch.Tensor, torch.nn.Module)) or is_function(captured):
+        rule = "What a step computes with is"
+        found = "another one" if type(now) is type(captured) else found
+    else:
+        way = " What is only logged is logged outside: a step does not call loss_fn or forward."
     return PlanMismatchError(
-        f"Plain values that a step reads are fixed at capture: {what} is {found}, the step was "
-        f"captured with {captured!r}. Set it back, or sync and capture again."
+        f"{rule} fixed at capture: {what} is {found}, the step was captured with "
+        f"{shown(captured)}. Set it back, or sync and capture again.{way}"
     )
 
 

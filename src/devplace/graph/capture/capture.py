@@ -18,12 +18,14 @@ from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import loss_call
 from devplace.graph.capture.optimizers import Update, make_update
+from devplace.graph.capture.reads import shown
 from devplace.graph.capture.refuse import (
     explain,
     is_same_graph,
     refuse_hidden_state,
     refuse_hooks,
     refuse_recomputed_random,
+    refuse_replaced_variables,
     refuse_stray_parameters,
     unwrap,
 )
@@ -137,9 +139,9 @@ def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
         (variable, now), *_ = step.host_state
         raise CaptureError(
             f"What a step computes must not depend on plain values that it changes: "
-            f"{variable.name} goes from {variable.value!r} to {now!r} in a step, and a captured "
-            f"step keeps the first. Keep it in a buffer (register_buffer), or pass it as an input "
-            f"tensor."
+            f"{variable.name} goes from {shown(variable.value)} to {shown(now)} in a step, and a "
+            f"captured step keeps the first. Keep it in a buffer (register_buffer), or pass it as "
+            f"an input tensor."
         )
 
 
@@ -258,6 +260,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         raise explain(error, tagger) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
+    refuse_replaced_variables(gm, step)
     return gm
 
 

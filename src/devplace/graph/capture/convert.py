@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from devplace.graph.capture.analysis import (
     view_bases,
 )
 from devplace.graph.capture.refuse import describe_place, own_generator, refuse_written_input
+from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Input, Output, Request, Step, source_name
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program
@@ -270,7 +271,7 @@ def _program(
         output_spec=step.output_spec,
         output_leaves=step.output_leaves,
         training=bool(meta["training"]),
-        **_fixed_values(step),
+        **_fixed_values(step, [b.value for b in bindings if b.kind == "constant"]),
         trainable=_trainable(request),
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,
@@ -290,13 +291,18 @@ def _trainable(request: Request) -> dict[str, bool]:
     }
 
 
-def _fixed_values(step: Step) -> dict[str, Any]:
-    """What the step read of plain values and of training flags."""
+def _fixed_values(step: Step, constants: Sequence[Any]) -> dict[str, Any]:
+    """What the step read of plain values and of training flags; tensors if they are constants."""
     inside = {name for name, _ in step.request.model.named_modules()}
     read = {n: dict(step.reads.values[n]) for n in inside}
     modes = {n: values.pop("training") for n, values in read.items() if "training" in values}
-    changing = {id(variable) for variable, _ in step.host_state}
-    variables = [v for v in step.outside.variables if id(v) not in changing]
+    memories = {memory(value) for value in constants}
+    variables = [
+        v
+        for v in step.outside.variables
+        if id(v) not in step.changing
+        and (not isinstance(v.value, torch.Tensor) or memory(v.value) in memories)
+    ]
     return {
         "modes": modes,
         "attributes": {name: values for name, values in read.items() if values},

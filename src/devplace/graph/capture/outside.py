@@ -1,22 +1,25 @@
-"""What a step reads beside its model: modules and plain variables that its functions name."""
+"""What a step reads beside its model: modules and variables that its functions name."""
 
 from __future__ import annotations
 
-import dis
+import contextlib
 import functools
+import inspect
+import sys
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from devplace.graph.capture.reads import Variable, enclosed, is_plain, kept
+from devplace.graph.capture.names import Item, Part, Perhaps, named
+from devplace.graph.capture.reads import NOTHING, Variable, enclosed, is_function, is_plain, kept
+from devplace.graph.capture.sources import CONTAINERS, restore
 from devplace.graph.capture.tags import is_user_file
 
 _MOST_PARTS = 1000
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_ENCLOSED = ("LOAD_DEREF", "LOAD_CLASSDEREF")
+_CACHE = type(functools.lru_cache(lambda: None))
 
 
 @dataclass
@@ -25,11 +28,15 @@ class Outside:
 
     Attributes:
         modules: Name -> module.
-        variables: Plain values.
+        variables: Values: plain ones, and tensors, modules and functions by which they compute.
+        caches: Functions under `functools.lru_cache`.
+        containers: Lists, dicts and the dicts of objects that functions may write to.
     """
 
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
 
     def tensors(self) -> dict[int, str]:
         """Tensors that the modules hold: `id` -> dotted name."""
@@ -45,44 +52,86 @@ class Outside:
 def find_outside(model: torch.nn.Module, loss_fn: Any) -> Outside:
     """Follow the loss function, and the forward methods of the model's modules.
 
-    Functions of the user's are followed through the variables they name, attributes of these, and
-    the functions found there; those of installed packages are not. Plain attributes of modules are
-    left to `Reads`.
+    Functions of the user's are followed through the variables they name, attributes and items of
+    these, and the functions found there; those of installed packages are not. Plain attributes of
+    modules are left to `Reads`.
     """
     walk = _Walk({id(module) for module in model.modules()})
     if loss_fn is not None:
         walk.visit("loss_fn", loss_fn)
     for module in model.modules():
         walk.forward_of(module)
+    walk.follow_passed()
     return walk.found
+
+
+@contextlib.contextmanager
+def left_alone(outside: Outside) -> Iterator[None]:
+    """Put back what functions write to inside, and forget what they cache: it has no values."""
+    before = [cache.cache_info().misses for cache in outside.caches]
+    saved = [(container, container.copy()) for container in outside.containers]
+    try:
+        yield
+    finally:
+        for cache, misses in zip(outside.caches, before, strict=True):
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+        for container, old in saved:
+            restore(container, old)
 
 
 class _Walk:
     def __init__(self, inside: set[int]) -> None:
         self.found = Outside()
+        self._inside = inside
         self._seen: set[Any] = set(inside)
+        self._places: set[tuple[int, Any]] = set()
+        self._passed: list[tuple[str, Any]] = []
+        self._of_arguments: list[list[Part]] = []
         self._kept: list[Any] = []  # what is made on the way, so that ids stay its own
 
     def visit(self, name: str, value: Any) -> None:
         """Take up a module; go on into functions and containers."""
-        if id(value) in self._seen or isinstance(value, type):
+        if id(value) in self._seen:
             return
         self._seen.add(id(value))
         self._kept.append(value)
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, type):
+            if issubclass(value, torch.autograd.Function):
+                self._function(vars(value).get("forward"))
+                self._function(vars(value).get("backward"))
+        elif isinstance(value, torch.nn.Module):
             self._module(name, value)
         elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.visit(name, part)
+            self._partial(name, value)
         elif isinstance(value, types.MethodType):
             self._function(value.__func__, value.__self__)
+        elif isinstance(value, _CACHE):
+            self.found.caches.append(value)
+            self.visit(name, value.__wrapped__)
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif type(value) in (tuple, list, dict) and len(value) <= _MOST_PARTS:
+            self._write(value)
             for part in value.values() if isinstance(value, dict) else value:
                 self.visit(name, part)
         elif isinstance(vars(type(value)).get("__call__"), types.FunctionType):
             self._function(vars(type(value))["__call__"], value)
+        elif type(getattr(value, "__dict__", None)) is dict and not _is_package(value):
+            self._passed.append((name, value))
+
+    def _read_unknown(self, path: list[Part]) -> None:
+        if path and path not in self._of_arguments:
+            self._of_arguments.append(path)
+
+    def follow_passed(self) -> None:
+        """Objects that are passed on are read as functions read their arguments.
+
+        Which argument an object becomes is not known: what it has of all that they read counts.
+        """
+        for name, value in tuple(self._passed):  # what these hold is not gone into
+            for path in tuple(self._of_arguments):
+                self._follow(name, None, "", value, path)
 
     def _module(self, name: str, root: torch.nn.Module) -> None:
         for path, module in root.named_modules():
@@ -90,43 +139,193 @@ class _Walk:
             self.found.modules[f"{name}.{path}" if path else name] = module
             self.forward_of(module)
 
+    def _partial(self, name: str, value: functools.partial[Any]) -> None:
+        for part in (value.func, *value.args, *value.keywords.values()):
+            self.visit(name, part)
+        function = value.func
+        if isinstance(function, types.FunctionType):
+            names = function.__code__.co_varnames[: function.__code__.co_argcount]
+            given = dict(zip(names, value.args, strict=False))
+            self._kept.append(given)
+            bound = {key: (given, key) for key in given}
+            self._function(function, bound=bound | {k: (value.keywords, k) for k in value.keywords})
+
     def forward_of(self, module: torch.nn.Module) -> None:
         """Go into the forward method of a module's class."""
         self._function(getattr(type(module), "forward", None), module)
 
-    def _function(self, function: Any, owner: Any = None) -> None:
+    def _function(
+        self,
+        function: Any,
+        owner: Any = None,
+        bound: Mapping[str, tuple[Mapping[str, Any], str]] | None = None,
+    ) -> None:
+        """Follow what a function names.
+
+        Args:
+            function: Of the user's; others are left.
+            owner: Value of its first argument, if that is known.
+            bound: Other arguments of known values: name -> what holds it, and its key there.
+        """
+        function = getattr(function, "__func__", function)  # of a static method, say
         code = getattr(function, "__code__", None)
-        if code is None or not _is_users(code.co_filename) or (id(code), id(owner)) in self._seen:
+        if code is None or not _is_users(code.co_filename):
             return
-        self._seen.add((id(code), id(owner)))
+        mark = (id(code), id(owner), *(id(holder) for holder, _ in (bound or {}).values()))
+        if mark in self._seen:
+            return
+        self._seen.add(mark)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
-        for root, path in _named(code):
-            if root == "self" and owner is not None:
+        arguments = _defaults(function) | dict(bound or {})
+        for kind, root, path in named(code):
+            if kind == "argument" and owner is not None and root == code.co_varnames[0]:
                 self._follow("self", None, "", owner, path)
-            elif root in cells:
+            elif kind == "argument" and root in arguments:
+                holder, key = arguments[root]
+                self._follow(root, holder, key, holder[key], path)
+            elif kind in ("argument", "local"):
+                self._read_unknown(path)
+            elif kind == "import" and root in sys.modules:
+                self._follow(root, None, "", sys.modules[root], path)
+            elif kind == "variable" and root in cells:
                 self._follow(root, cells[root], root, enclosed(cells[root]), path)
-            elif root in function.__globals__:
+            elif kind == "variable" and root in function.__globals__:
                 names = function.__globals__
                 self._follow(root, names, root, names[root], path)
 
-    def _follow(self, name: str, holder: Any, key: str, value: Any, path: list[str]) -> None:
-        """The attributes named one after another, as far as they lie in plain dicts."""
-        for part in path:
-            names = getattr(value, "__dict__", None)
-            if type(names) is not dict or _is_package(value):
+    def _follow(self, name: str, holder: Any, key: Any, value: Any, path: list[Part]) -> None:
+        """The attributes and items named one after another, as far as they can be looked up."""
+        at = Variable(name, holder, key, value)
+        for index, part in enumerate(path):
+            if isinstance(at.value, dict) and part in ("items", "keys", "values", "copy"):
+                break
+            if isinstance(part, Item) and not isinstance(at.value, Mapping):
+                self._function(getattr(type(at.value), "__getitem__", None), at.value)
+                self._read_unknown(path[index + 1 :])
+                break  # a list, say, which is kept as a whole
+            after = self._item(at, part) if isinstance(part, Item) else self._attribute(at, part)
+            if after is None:
                 return
-            if isinstance(value, torch.nn.Module) and part in names and is_plain(names[part]):
-                return  # left to `Reads`
-            if part not in names:
-                method = getattr(type(value), part, None)
-                if isinstance(method, types.FunctionType):
-                    self._function(method, value)
-                return
-            name, holder, key, value = f"{name}.{part}", names, part, names[part]
-        if is_plain(value) and holder is not None:
-            self.found.variables.append(Variable(name, holder, key, kept(value)))
-        else:
-            self.visit(name, value)
+            at = after
+        is_absent = at.value is NOTHING and bool(path) and not isinstance(path[-1], str)
+        if at.holder is not None and (is_absent or _is_kept(at.value)):
+            self._keep(replace(at, value=kept(at.value)))
+        if not is_plain(at.value):
+            self.visit(at.name, at.value)
+
+    def _item(self, at: Variable, part: Item) -> Variable:
+        self._write(at.value)
+        found = _looked_up(at.value, part)
+        return Variable(f"{at.name}[{part.key!r}]", at.value, part.key, found, above=at)
+
+    def _attribute(self, at: Variable, part: str | Perhaps) -> Variable | None:
+        """An attribute of what was found so far; None if there is no more to be found."""
+        value, key = at.value, part.key if isinstance(part, Perhaps) else part
+        if value is NOTHING or _is_package(value) or self._is_left(at.name, value, key):
+            return None
+        name, names = f"{at.name}.{key}", getattr(value, "__dict__", None)
+        if type(names) is dict:
+            if not isinstance(value, types.ModuleType | torch.nn.Module):
+                self._write(names)
+            is_missing = isinstance(part, Perhaps) and _attribute(value, key) is NOTHING
+            if is_missing or key in names:
+                return Variable(name, names, key, names.get(key, NOTHING), above=at)
+        found = self._computed(at.name, value, key)
+        if found is NOTHING:
+            self._write(value)
+            return None
+        return Variable(name, value, key, found, True, above=at)
+
+    def _write(self, container: Any) -> None:
+        """Functions may write there."""
+        is_known = any(container is each for each in self.found.containers)
+        if type(container) in CONTAINERS and not is_known:
+            self.found.containers.append(container)
+
+    def _is_left(self, name: str, value: Any, part: str) -> bool:
+        """Whether an attribute is one that `Reads` sees."""
+        if not isinstance(value, torch.nn.Module) or part not in vars(value):
+            return False
+        found = vars(value)[part]
+        if not is_plain(found) and not is_function(found):
+            return False
+        if id(value) not in self._inside and value not in self.found.modules.values():
+            self.found.modules[name] = value  # one whose method is the loss function, say
+        return True
+
+    def _computed(self, name: str, value: Any, part: str) -> Any:
+        """An attribute that is not in the dict of an object; methods and properties are followed.
+
+        Returns:
+            It, or `NOTHING` if it has been followed or is not to be kept.
+        """
+        kind: Any = value if isinstance(value, type) else type(value)
+        found = inspect.getattr_static(kind, part, NOTHING)
+        if isinstance(found, _CACHE):
+            self.found.caches.append(found)
+        if isinstance(value, type) and part == "apply":
+            self.visit(name, value)  # a function with a gradient of its own
+        function = _behind(found)
+        if function is not None:
+            is_static = isinstance(found, staticmethod)
+            owner = kind if isinstance(found, classmethod) else value
+            self._function(function, None if is_static or owner is value is kind else owner)
+            return NOTHING
+        if found is NOTHING:
+            has_rule = hasattr(type(value), "__getattr__")
+            is_torchs = isinstance(value, (torch.nn.Module, torch.Tensor))
+            return _attribute(value, part) if has_rule and not is_torchs else NOTHING
+        is_slot = isinstance(found, types.MemberDescriptorType)
+        return _attribute(value, part) if is_slot or not hasattr(found, "__get__") else NOTHING
+
+    def _keep(self, variable: Variable) -> None:
+        """Each place once, so that what a trace changes there is seen and put back."""
+        place = (id(variable.holder), variable.key)
+        if place not in self._places:
+            self._places.add(place)
+            self.found.variables.append(variable)
+            self._kept.append(variable.holder)
+
+
+def _is_kept(value: Any) -> bool:
+    is_torchs = isinstance(value, (torch.nn.Module, torch.Tensor))
+    return is_torchs or is_plain(value) or is_function(value)
+
+
+def _behind(found: Any) -> Callable[..., Any] | None:
+    """The function of a method, property or cache of a class."""
+    if isinstance(found, property):
+        return found.fget
+    if isinstance(found, functools.cached_property):
+        return found.func
+    if isinstance(found, _CACHE):
+        return found.__wrapped__
+    found = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _defaults(function: Any) -> dict[str, tuple[Mapping[str, Any], str]]:
+    """Arguments of a function with a default: name -> what holds it, and its key there."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    given = dict(zip(names[len(names) - len(values) :], values, strict=True))
+    named_only = function.__kwdefaults__ or {}
+    return {key: (given, key) for key in given} | {key: (named_only, key) for key in named_only}
+
+
+def _looked_up(value: Mapping[Any, Any], part: Item) -> Any:
+    try:
+        return value.get(part.key, NOTHING)
+    except Exception:
+        return NOTHING
+
+
+def _attribute(value: Any, part: str) -> Any:
+    """An attribute by the object's own rules, which may raise whatever they like."""
+    try:
+        return getattr(value, part, NOTHING)
+    except Exception:
+        return NOTHING
 
 
 def _is_package(value: Any) -> bool:
@@ -135,34 +334,7 @@ def _is_package(value: Any) -> bool:
 
 
 def _is_users(filename: str) -> bool:
+    """Whether code is the user's; that from `exec`, stdin or a notebook has no file."""
+    if filename.startswith("<"):
+        return not filename.startswith(("<frozen", "<eval_with_key>", "<__array_function__"))
     return bool(filename) and is_user_file(filename) and "-packages" not in filename
-
-
-@functools.cache
-def _named(code: types.CodeType) -> tuple[tuple[str, list[str]], ...]:
-    return tuple(_find_named(code))
-
-
-def _find_named(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
-    """Variables from outside that code reads, each with the attributes read of it.
-
-    The first argument counts as one under the name `self`.
-    """
-    first = code.co_varnames[0] if code.co_argcount else None
-    current: tuple[str, list[str]] | None = None
-    for step in dis.get_instructions(code):
-        if step.opname in _ATTRIBUTE and current is not None:
-            current[1].append(step.argval)
-            continue
-        if current is not None:
-            yield current
-            current = None
-        last = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
-        if step.opname.startswith("LOAD_FAST") and last == first is not None:
-            current = ("self", [])
-        elif step.opname in ("LOAD_GLOBAL", *_ENCLOSED):
-            current = (step.argval, [])
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = (found for found in _named(constant) if found[0] != "self")
-            yield from inner

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
+from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.tags import Tagger, is_user_file
 
@@ -241,6 +243,28 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
         )
 
 
+def refuse_replaced_variables(gm: torch.fx.GraphModule, step: Step) -> None:
+    """Refuse a tensor outside of modules that the step computes with and puts another in place of.
+
+    Raises:
+        CaptureError: Names it; the step would always see the first.
+    """
+    replaced = {
+        memory(variable.value): variable.name
+        for variable in step.outside.variables
+        if id(variable) in step.changing and isinstance(variable.value, torch.Tensor)
+    }
+    for node in gm.graph.nodes if replaced else ():
+        value = getattr(gm, node.target) if node.op == "get_attr" else None
+        name = replaced.get(memory(value)) if isinstance(value, torch.Tensor) else None
+        if name is not None:
+            raise CaptureError(
+                f"State of a step must be part of the model: {name!r} is not, but is read and "
+                f"changed by the step. Keep it in a buffer (model.register_buffer), or pass it as "
+                f"an input tensor."
+            )
+
+
 def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
     """Refuse trained parameters that are read other than through the model: a list, a closure.
 
@@ -268,7 +292,12 @@ def is_same_graph(one: torch.fx.GraphModule, other: torch.fx.GraphModule) -> boo
     """Whether two traces have the same operations on the same numbers."""
 
     def lines(gm: torch.fx.GraphModule) -> list[str]:
-        return [f"{n.op} {n.name} {n.args} {n.kwargs}" for n in gm.graph.nodes]
+        place = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}  # names vary
+        rows = ((n, *map_arg((n.args, n.kwargs), place.__getitem__)) for n in gm.graph.nodes)
+        return [
+            f"{n.op} {n.target if n.op == 'call_function' else ''} {args} {kwargs}"
+            for n, args, kwargs in rows
+        ]
 
     def constants(gm: torch.fx.GraphModule) -> list[Any]:
         return [getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from devplace.errors import CaptureError
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,16 @@ def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     for module in modules:
         attributes = module.__dict__
         saved.append((attributes, dict(attributes)))
-        saved.extend((v, v.copy()) for v in attributes.values() if type(v) in _CONTAINERS)
+        saved.extend((v, v.copy()) for v in attributes.values() if type(v) in CONTAINERS)
     try:
         yield
     finally:
         for container, old in reversed(saved):
-            _restore(container, old)
+            restore(container, old)
 
 
-def _restore(container: Any, old: Any) -> None:
+def restore(container: Any, old: Any) -> None:
+    """Give a list, queue, set or dict the entries of an earlier copy, if it has others."""
     if isinstance(container, list):
         if len(container) != len(old) or any(a is not b for a, b in zip(container, old)):  # noqa: B905
             container[:] = old
@@ -145,9 +146,21 @@ def _restore(container: Any, old: Any) -> None:
         if container != old:
             container.clear()
             container.update(old)
+    elif isinstance(container, deque):
+        if len(container) != len(old) or any(a is not b for a, b in zip(container, old)):  # noqa: B905
+            container.clear()
+            container.extend(old)
     elif container.keys() != old.keys() or any(container[k] is not v for k, v in old.items()):
         container.clear()
         container.update(old)
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """What is the same of tensors over one memory; a tensor without a storage has its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def plain_tensors(model: torch.nn.Module) -> dict[int, str]:

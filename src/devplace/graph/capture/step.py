@@ -14,8 +14,14 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
 from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
-from devplace.graph.capture.outside import find_outside
-from devplace.graph.capture.reads import Reads, Variable, differs, kept
+from devplace.graph.capture.outside import find_outside, left_alone
+from devplace.graph.capture.reads import (
+    Reads,
+    Variable,
+    differs,
+    is_made_of_nothing,
+    with_values,
+)
 from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
 from devplace.graph.capture.tags import Tagger
 from devplace.graph.graph import ResultRole
@@ -81,6 +87,7 @@ class Step:
         outside: What its functions reach beside the model.
         reads: Attributes that its modules read.
         host_state: Plain values that running it changes, with what they become.
+        changing: `id` of variables that running it changes.
     """
 
     request: Request
@@ -92,6 +99,7 @@ class Step:
     install: Callable[[], None] = lambda: None
     replaced_attributes: list[str] = field(default_factory=list)
     host_state: list[tuple[Variable, Any]] = field(default_factory=list)
+    changing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
@@ -118,6 +126,19 @@ class Step:
         """Run on tensors in the order of `inputs`; gives tensors in the order of `outputs`."""
         self.install()
         given = self._by_kind(flat)
+        with left_alone(self.outside):
+            heads, grads, now = self._run_unchanged(given)
+        parameters = self._check_parameters(given["parameter"], now)
+        buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
+        parameters, state = self._update(parameters, grads, given)
+        changed = [*parameters.values(), *buffers.values(), *state.values()]
+        self._describe(len(heads), len(changed), list(given["input"].values()))
+        return [*heads, *changed, *given["input"].values()]
+
+    def _run_unchanged(
+        self, given: dict[str, dict[Any, torch.Tensor]]
+    ) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
+        """Heads, gradients, and what the sources are then; modules and variables are put back."""
         model = self.request.model
         modules = [*model.modules(), *self.outside.modules.values()]
         with self.tagger.module_hooks(), unchanged(modules), self.reads.followed():
@@ -126,14 +147,9 @@ class Step:
             heads, grads = self._run(given)
             now = slots.get()
             present = self.outside.tensors() | plain_tensors(model)
-        self._note_host_state()
         self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
-        parameters = self._check_parameters(given["parameter"], now)
-        buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
-        parameters, state = self._update(parameters, grads, given)
-        changed = [*parameters.values(), *buffers.values(), *state.values()]
-        self._describe(len(heads), len(changed), list(given["input"].values()))
-        return [*heads, *changed, *given["input"].values()]
+        self._note_host_state()
+        return heads, grads, now
 
     def _outside_modules(self) -> dict[str, torch.nn.Module]:
         return {f"{name}, outside the model": m for name, m in self.outside.modules.items()}
@@ -143,9 +159,12 @@ class Step:
         self.host_state = self.reads.changed
         for variable in self.outside.variables:
             now = variable.present()
-            if differs(now, variable.value):
-                self.host_state.append((variable, kept(now)))
-                variable.put(variable.value)
+            if not differs(now, variable.value):
+                continue
+            self.changing.add(id(variable))
+            if not isinstance(variable.value, torch.Tensor) and not is_made_of_nothing(now):
+                self.host_state.append((variable, with_values(now)))
+            variable.put(variable.value)
 
     @contextlib.contextmanager
     def with_host_state(self) -> Iterator[None]:
