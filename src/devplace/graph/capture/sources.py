@@ -139,17 +139,15 @@ def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 def restore(container: Any, old: Any) -> None:
     """Give a list, queue, set or dict the entries of an earlier copy, if it has others."""
-    if isinstance(container, list):
-        if len(container) != len(old) or any(a is not b for a, b in zip(container, old)):  # noqa: B905
-            container[:] = old
+    if isinstance(container, (list, deque)):
+        if len(container) == len(old) and all(a is b for a, b in zip(container, old, strict=True)):
+            return
+        container.clear()
+        container.extend(old)
     elif isinstance(container, set):
         if container != old:
             container.clear()
             container.update(old)
-    elif isinstance(container, deque):
-        if len(container) != len(old) or any(a is not b for a, b in zip(container, old)):  # noqa: B905
-            container.clear()
-            container.extend(old)
     elif container.keys() != old.keys() or any(container[k] is not v for k, v in old.items()):
         container.clear()
         container.update(old)
