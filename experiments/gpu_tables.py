@@ -52,7 +52,8 @@ def gpu_plans(data: dict[str, Any]) -> str:
         f"{made['cpu_cores']} cores, driver {made['driver']}, torch {made['torch']}, SGD, fp32 "
         f"with TF32 products or bf16 autocast, seed {made['seed']}, commit {made['commit']}. "
         "*one graph* is the whole step in one CUDA graph on one GPU; *layers* the expert's split "
-        "in critical-path order; *search* the searched plan. Predicted: measured costs, probed "
+        "in critical-path order; *search* the searched plan; *confirmed* the fastest measured of "
+        "it, the even split and runners-up, measured again. Predicted: measured costs, probed "
         "links, the package's constants.",
         "",
         "The constants were fitted to an earlier run, with an earlier executor, of RNNLM, NMT-4, "
@@ -136,6 +137,7 @@ def _grid(title: str, cells: dict[tuple[str, str], float]) -> list[str]:
 WAYS = (
     *("eager", "compiled", "lstm", "device_map", "ddp", "fsdp", "fsdp-mixed", "1f1b"),
     *("zero-bubble", "zbv", "one graph", "layers", "search"),
+    *("even split", "runner-up", "confirmed"),
 )
 NAMES = {
     "compiled": "torch.compile",

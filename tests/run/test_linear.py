@@ -15,6 +15,7 @@ from devplace.graph.capture import capture
 from devplace.problem import Placement, Problem
 from devplace.run.executors import runs_on_cuda
 from devplace.run.linear import (
+    come_with_others,
     freed_before,
     joined_before,
     lane_of,
@@ -99,6 +100,37 @@ def test_steps_end_whatever_shares_a_lane(seed: int, large: set[int]) -> None:
     schedule = schedule_of(seed, 3)
     order = linear_order(schedule)
     assert ends(schedule, joined_before(schedule, order, lane), lane)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), large=st.sets(st.integers(0, 40)), direct=st.booleans())
+def test_what_is_not_waited_for_has_come(seed: int, large: set[int], direct: bool) -> None:
+    """Where lanes carry no more than waits force them to, just what has come is not waited for."""
+
+    def lane(transfer: Transfer) -> int:
+        return -1 if transfer.tensor in large else transfer.dst
+
+    def is_pushed(transfer: int) -> bool:
+        return direct or transfer % 3 > 0
+
+    schedule = schedule_of(seed, 3)
+    lines: dict[tuple[int, int], list[int]] = {}
+    for instructions in schedule.instructions:
+        for kind, _, t in instructions:
+            if kind == "send":
+                record = schedule.transfers[t]
+                lines.setdefault((record.src, lane(record)), []).append(t)
+    found = come_with_others(schedule, is_pushed, lane)
+    for instructions in schedule.instructions:
+        come: set[int] = set()
+        for kind, _, t in instructions:
+            if kind != "receive":
+                continue
+            assert is_pushed(t) or t not in found
+            line = lines[schedule.transfers[t].src, lane(schedule.transfers[t])]
+            if is_pushed(t):
+                assert (t in found) == (t in come)
+                come |= set(line[: line.index(t) + 1])
 
 
 def test_large_tensors_share_the_lane_of_the_engine() -> None:

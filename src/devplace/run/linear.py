@@ -149,6 +149,40 @@ def joined_before(
     return joins
 
 
+def come_with_others(
+    schedule: Schedule,
+    is_pushed: Callable[[int], bool],
+    lane: Callable[[Transfer], int] = lane_of,
+) -> frozenset[int]:
+    """Transfers that have come once what their receiver waited for before has; none needs a wait.
+
+    What one lane carries arrives in turn, so a tensor is there when one that follows it in its lane
+    is. Tensors made early and read late, as activations that only gradients need, mostly are.
+
+    Args:
+        schedule: What every device does.
+        is_pushed: Whether a transfer goes straight from GPU to GPU.
+        lane: Stream of the sender that carries a transfer.
+    """
+    turn: dict[int, int] = {}
+    for instructions in schedule.instructions:
+        sent = [transfer for kind, _, transfer in instructions if kind == "send"]
+        turn.update((transfer, k) for k, transfer in enumerate(sent))
+    found: set[int] = set()
+    for instructions in schedule.instructions:
+        seen: dict[tuple[int, int], int] = {}
+        for kind, _, transfer in instructions:
+            if kind != "receive" or not is_pushed(transfer):
+                continue
+            record = schedule.transfers[transfer]
+            way = record.src, lane(record)
+            if turn[transfer] < seen.get(way, -1):
+                found.add(transfer)
+            elif record.num_bytes:  # what is empty is never sent
+                seen[way] = turn[transfer]
+    return frozenset(found)
+
+
 def _take_due(pending: dict[int, list[int]], position: dict[int, int], now: int) -> tuple[int, ...]:
     due = []
     for sends in pending.values():

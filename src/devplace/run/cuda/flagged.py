@@ -20,7 +20,7 @@ from devplace.run.cuda.pieces import Pieces, num_span_bytes
 from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
 from devplace.run.cuda.push import Push, same_layout, wait, words_of
 from devplace.run.cuda.routes import Route, neighbours
-from devplace.run.linear import lane_of
+from devplace.run.linear import come_with_others, lane_of
 from devplace.run.schedule import Schedule
 from devplace.simulator.joins import JOINED_BYTES
 
@@ -50,6 +50,7 @@ class Mailroom:
 
     Attributes:
         board: Buffers and flags in host memory.
+        unawaited: Of `come_with_others`.
     """
 
     def __init__(
@@ -68,10 +69,13 @@ class Mailroom:
         self.flags: dict[int, Flags] = {}
         self.routes = routes
         self.board = self._make_board(devices, layouts)
+        self.unawaited = come_with_others(schedule, lambda t: routes[t] == "peer")
         for index, device in devices.items():
             arriving = [t for kind, _, t in schedule.instructions[index] if kind == "receive"]
+            # The flags of those that one kernel waits for lie side by side.
+            flagged = sorted(arriving, key=self.unawaited.__contains__)
             with device.current():
-                self.flags[index] = Flags(arriving, device.torch_device)
+                self.flags[index] = Flags(flagged, device.torch_device)
                 self._make_buffers({t: layouts[t] for t in arriving}, device.torch_device)
             device.synchronize()
         self._rehearse(devices)
@@ -231,11 +235,14 @@ class FlagCarrier:
             self._join_first(max(self._pending, key=lambda k: len(self._pending[k])))
 
     def receive(self, transfer: int) -> Any:
-        """The buffer of a tensor; it is there once `flush` was called."""
+        """The buffer of a tensor; it is there once `flush` was called.
+
+        The joins are made also where no wait follows: memory is predicted with them.
+        """
         for send in self._joins[transfer]:
             self.join(send)
         buffer = self._mailroom.buffers[transfer]
-        if buffer.numel():
+        if buffer.numel() and transfer not in self._mailroom.unawaited:
             self._awaited.append(transfer)
         return buffer
 
