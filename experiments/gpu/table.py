@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", default="2,4")
     parser.add_argument("--parts", default="plans,groups,others")
-    parser.add_argument("--budget", default="30s", help="of each search")
+    parser.add_argument("--budget", default="60s", help="of each search, as of parallelize")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each measurement of a plan")
     parser.add_argument("--deadline", type=float, default=3600.0, help="of everything, s")
     options = parser.parse_args()
