@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.gpu.baselines import GLOBAL_BATCH
-from experiments.gpu.table import core_sets, steps
+from experiments.gpu.table import LARGE, core_sets, steps
 
 
 def test_undivided_batches_come_first() -> None:
@@ -25,12 +25,18 @@ def test_the_second_table_uses_all_gpus_and_one_batch() -> None:
 
 
 def test_nothing_runs_on_the_cores_that_measure() -> None:
-    """With cores enough every process has its own; with few they share, but not those."""
-    measuring, *own = core_sets(range(64), 4, 19)
+    """With cores enough every process has its own share; with few they share, but not those."""
+    measuring, *own = core_sets(range(64), 4, [2, 1, 1, 2] * 4)
     assert len(measuring) == 8
-    assert len(own) == 19
+    assert [len(cores) for cores in own] == [4, 2, 2, 4] * 4
     taken = [core for cores in (measuring, *own) for core in cores]
-    assert len(taken) == len(set(taken)) == 8 + 19 * 2
-    measuring, *own = core_sets(range(8), 2, 19)
+    assert len(taken) == len(set(taken)) == 8 + 48
+    measuring, *own = core_sets(range(8), 2, [1] * 19)
+    assert all(own)
     assert not {core for cores in own for core in cores} & set(measuring)
-    assert [*core_sets([5], 2, 2)] == [[5], [5], [5]]
+    assert [*core_sets([5], 2, [2, 1])] == [[5], [5], [5]]
+
+
+def test_every_large_step_is_one() -> None:
+    """Names of steps that get more cores are names of steps."""
+    assert set(LARGE) <= set(steps([2, 4]))
