@@ -31,7 +31,9 @@ def star(count: int) -> Machine:
 
 def rows(machine: Machine) -> tuple[list[list[str]], str]:
     table, note = links.link_table(machine)
-    return [list(row) for row in zip(*(column.cells for column in table.columns), strict=True)], note
+    return [
+        list(row) for row in zip(*(column.cells for column in table.columns), strict=True)
+    ], note
 
 
 def test_few_devices_are_listed_pair_by_pair():
