@@ -157,7 +157,7 @@ def place(
         return place_throughput(
             problem, placer, budget, seed, bound, request, allow_infeasible, progress
         )
-    found = search(problem, placer, budget, seed, progress, measure)
+    found = search(problem, placer, budget, seed, progress, measure, bound.step_ns)
     placement, timeline = found.placement, found.timeline
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
     if found.is_infeasible and not bound.lack:
