@@ -239,7 +239,7 @@ class _Job:
             return None
         wait = getattr(step.executor, "synchronize", lambda: None)
         rounds = time_steps(lambda: step(*args, **kwargs), wait, SETTLE_SECONDS)
-        step.load()
+        step.restart()
         return median_ns(rounds)
 
 
