@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.node import map_arg
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
@@ -286,29 +285,6 @@ def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
                 f"list made outside of the step. Take it from the model there: "
                 f"model.get_parameter({name!r}), or model.parameters()."
             )
-
-
-def is_same_graph(one: torch.fx.GraphModule, other: torch.fx.GraphModule) -> bool:
-    """Whether two traces have the same operations on the same numbers."""
-
-    def lines(gm: torch.fx.GraphModule) -> list[str]:
-        place = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}  # names vary
-        rows = ((n, *map_arg((n.args, n.kwargs), place.__getitem__)) for n in gm.graph.nodes)
-        return [
-            f"{n.op} {n.target if n.op == 'call_function' else ''} {args} {kwargs}"
-            for n, args, kwargs in rows
-        ]
-
-    def constants(gm: torch.fx.GraphModule) -> list[Any]:
-        return [getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"]
-
-    pairs = zip(constants(one), constants(other), strict=False)
-    return lines(one) == lines(other) and all(a is b or _is_equal(a, b) for a, b in pairs)
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return tensors and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:
