@@ -175,9 +175,11 @@ class ModelState:
         return named
 
     def _updated(self) -> Iterator[tuple[str, Any]]:
-        named = self._named_tensors()
-        for binding in self._graph.program.bindings:
-            if binding.kind == "parameter" and binding.op in self._graph.replaced:
+        """Parameters that the optimizer updates; the step may change frozen ones in place, too."""
+        named, program = self._named_tensors(), self._graph.program
+        for binding in program.bindings:
+            is_replaced = binding.kind == "parameter" and binding.op in self._graph.replaced
+            if is_replaced and program.trainable.get(binding.key, False):
                 yield binding.key, named[binding.key]
 
     def _steps_made(self, name: str, state: Mapping[str, Any]) -> _Made | None:

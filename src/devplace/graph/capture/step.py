@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import results
+from devplace.graph.capture.assigned import data_written, refuse_other_buffers
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
 from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
@@ -130,6 +131,7 @@ class Step:
             heads, grads, now = self._run_unchanged(given)
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
+        refuse_other_buffers(given["buffer"], buffers)
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
@@ -141,7 +143,13 @@ class Step:
         """Heads, gradients, and what the sources are then; modules and variables are put back."""
         model = self.request.model
         modules = [*model.modules(), *self.outside.modules.values()]
-        with self.tagger.module_hooks(), unchanged(modules), self.reads.followed():
+        sources = given["parameter"] | given["buffer"]
+        with (
+            self.tagger.module_hooks(),
+            unchanged(modules),
+            self.reads.followed(),
+            data_written(sources),
+        ):
             slots = Slots(model, self.request.sources, self.outside.modules.values())
             slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
             heads, grads = self._run(given)
