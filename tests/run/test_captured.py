@@ -223,3 +223,17 @@ def test_another_nesting_is_told_by_the_first_name_that_differs() -> None:
         step({"x": (x,), "more": {"shift": shift}}, None)
     with pytest.raises(InputError, match=r"'1' is a tensor of shape \[4, 4\], captured with None"):
         step(batch, x)
+
+
+def test_a_number_that_is_nan_may_be_an_input() -> None:
+    """It is itself; another number is not."""
+    model, x = Clipped(), torch.randn(4, 4)
+
+    def loss(model: Any, x: Any, scale: float) -> Any:
+        return (model(x) * (1.0 if scale != scale else scale)).square().mean()
+
+    batch = (x, float("nan"))
+    step = make_step(model, batch, loss, sgd(list(model.parameters())), all_on(0))
+    step(x, float("nan"))
+    with pytest.raises(InputError, match=r"'1' is 2\.0, captured with nan"):
+        step(x, 2.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +15,41 @@ import torch.utils._pytree as pytree
 from devplace.errors import CaptureError
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_MOST_OBJECTS = 1000
 
 
 class Record:
-    """Stand-in for a dataclass instance while it is flattened."""
+    """Stand-in for a dataclass instance while it is flattened.
 
-    def __init__(self, kind: type, fields: dict[str, Any]) -> None:
+    Args:
+        kind: Its class.
+        fields: Its fields, and other attributes that it has.
+        keys: Those that are items too, of a class that is a dict as well.
+    """
+
+    def __init__(self, kind: type, fields: dict[str, Any], keys: tuple[str, ...] = ()) -> None:
         self.kind = kind
         self.fields = fields
+        self.keys = keys
 
 
 def _flatten_record(record: Record) -> tuple[list[Any], Any]:
-    return list(record.fields.values()), (record.kind, tuple(record.fields))
+    return list(record.fields.values()), (record.kind, tuple(record.fields), record.keys)
 
 
 def _flatten_record_with_keys(record: Record) -> tuple[list[Any], Any]:
-    keys = [(pytree.GetAttrKey(n), v) for n, v in record.fields.items()]
-    return keys, (record.kind, tuple(record.fields))
+    values, context = _flatten_record(record)
+    return [(pytree.GetAttrKey(n), v) for n, v in zip(record.fields, values, strict=True)], context
 
 
 def _unflatten_record(values: Any, context: Any) -> Any:
-    kind, names = context
-    made = object.__new__(kind)
+    kind, names, keys = context
+    made = kind.__new__(kind) if issubclass(kind, dict) else object.__new__(kind)
+    put = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
+        if name in keys:
+            put(made, name, value)
     return made
 
 
@@ -51,11 +64,12 @@ pytree.register_pytree_node(
 
 
 def _is_plain_dataclass(value: Any) -> bool:
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value) not in pytree.SUPPORTED_NODES
-    )
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not is_record or type(value) in pytree.SUPPORTED_NODES:
+        return False
+    if isinstance(value, dict):
+        return set(value) <= {f.name for f in dataclasses.fields(value)}
+    return not isinstance(value, (list, tuple, Mapping))
 
 
 def open_dataclasses(tree: Any) -> Any:
@@ -64,8 +78,10 @@ def open_dataclasses(tree: Any) -> Any:
     def visit(leaf: Any) -> Any:
         if not _is_plain_dataclass(leaf):
             return leaf
-        fields = {f.name: open_dataclasses(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
-        return Record(type(leaf), fields)
+        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        fields |= getattr(leaf, "__dict__", {})
+        keys = tuple(leaf) if isinstance(leaf, dict) else ()
+        return Record(type(leaf), {n: open_dataclasses(v) for n, v in fields.items()}, keys)
 
     return pytree.tree_map(visit, tree, is_leaf=_is_plain_dataclass)
 
@@ -123,27 +139,72 @@ def check_leaf(leaf: Any, what: str) -> None:
     """
     if isinstance(leaf, (torch.Tensor, *_PLAIN)):
         return
-    if hasattr(leaf, "__next__") or hasattr(leaf, "batch_sampler"):
+    kind, is_input = type(leaf), what == "Inputs"
+    if hasattr(kind, "__next__") or hasattr(leaf, "batch_sampler"):
         raise CaptureError(
-            f"{what} must be one batch, got a {type(leaf).__name__}. Take one out of it: "
+            f"Inputs must be one batch, got a {kind.__name__}. Take one out of it: "
             f"next(iter(loader))."
+            if is_input
+            else f"Outputs must be tensors, got a {kind.__name__}. Return a tuple or a list."
+        )
+    if isinstance(leaf, torch.nn.Module):
+        raise CaptureError(
+            f"{what} must be tensors, got a module of {kind.__name__}. Name it in the loss "
+            f"function, or make it a part of the model."
         )
     if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
         raise CaptureError(
-            f"{what} must be tensors: one is of class {type(leaf).__module__}."
-            f"{type(leaf).__name__}. Convert it with torch.as_tensor."
+            f"{what} must be tensors: one is of class {kind.__module__}."
+            f"{kind.__name__}. Convert it with torch.as_tensor."
         )
-    inside = list(getattr(leaf, "__dict__", {}).values())
-    inside += [getattr(leaf, n, None) for n in getattr(type(leaf), "__slots__", ())]
-    found = pytree.tree_leaves(inside) + (list(leaf) if isinstance(leaf, (set, frozenset)) else [])
-    if any(isinstance(value, torch.Tensor) for value in found):
-        name = type(leaf).__name__
+    if _holds_tensors(leaf):
         raise CaptureError(
-            f"{what} must be tensors in tuples, lists, dicts or dataclasses: {name!r} "
-            f"holds tensors but is unknown to torch. Register it: "
-            f"torch.utils._pytree.register_pytree_node({name}, lambda x: ([x.a, x.b], None), "
-            f"lambda values, _: {name}(*values))."
+            f"{what} must be tensors in tuples, lists, dicts or dataclasses: {kind.__name__!r} "
+            f"holds tensors but is unknown to torch. {_registration(leaf, is_input)}"
         )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether tensors are in an object, or in objects in it, as far as can be seen."""
+    todo, seen = [value], {id(value)}
+    while todo and len(seen) < _MOST_OBJECTS:
+        for part in _inside(todo.pop()):
+            if isinstance(part, torch.Tensor):
+                return True
+            if id(part) not in seen and not isinstance(part, (*_PLAIN, type)):
+                seen.add(id(part))
+                todo.append(part)
+    return False
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, (types.ModuleType, types.FunctionType)):
+        return []
+    inside = list(getattr(value, "__dict__", {}).values())
+    inside += [getattr(value, n, None) for n in getattr(type(value), "__slots__", ())]
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside += value
+    return inside
+
+
+def _registration(value: Any, is_input: bool) -> str:
+    """What makes a container known to torch, or an ordinary one of it."""
+    name = type(value).__name__
+    verb = "Pass" if is_input else "Return"
+    convert, flatten, build = "", "([x.a, x.b], None)", f"lambda values, _: {name}(*values)"
+    if isinstance(value, Mapping):
+        convert, flatten = f"{verb} dict(...) of it, or register it", "(list(x.values()), list(x))"
+        build = f"lambda values, keys: {name}(zip(keys, values))"
+    elif isinstance(value, (list, tuple)):
+        plain = "tuple" if isinstance(value, tuple) else "list"
+        convert, flatten = f"{verb} {plain}(...) of it, or register it", "(list(x), None)"
+        build = f"lambda values, _: {name}(values)"
+    return (
+        f"{convert or 'Register it'}: torch.utils._pytree.register_pytree_node({name}, "
+        f"lambda x: {flatten}, {build})."
+    )
 
 
 @dataclass(frozen=True)

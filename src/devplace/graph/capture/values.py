@@ -233,7 +233,7 @@ def _is_other_part(now: Any, value: Any) -> bool:
 
 def _is_other(now: Any, value: Any) -> bool:
     try:
-        return bool(now != value)
+        return bool(now != value) and bool(now == now or value == value)
     except Exception:  # arrays inside
         return True
 
