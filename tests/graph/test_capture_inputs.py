@@ -179,9 +179,7 @@ def test_modules_and_iterators_are_no_inputs_or_outputs() -> None:
         def forward(self, x: Any) -> Any:
             return iter([x]) if isinstance(x, torch.Tensor) else x
 
-    with pytest.raises(
-        CaptureError, match=r"Inputs must be tensors, got a module of Linear"
-    ):
+    with pytest.raises(CaptureError, match=r"Inputs must be tensors, got a module of Linear"):
         capture(Same(), (nn.Linear(2, 2),))
     with pytest.raises(CaptureError, match=r"Outputs must be tensors, got a list_iterator\. Ret"):
         capture(Same(), torch.zeros(2))

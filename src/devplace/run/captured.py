@@ -29,10 +29,12 @@ class CapturedFacts:
     Args:
         program: Of the captured step.
         model: The user's model; names that it lacks are not checked.
+        autocast: Low-precision dtype of the captured forward pass, such as `bfloat16`.
     """
 
-    def __init__(self, program: Program, model: Any) -> None:
+    def __init__(self, program: Program, model: Any, autocast: str | None = None) -> None:
         self._model = model
+        self._device, self._autocast = program.device, autocast
         self._training = program.training
         modules = dict(model.named_modules())
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -70,6 +72,18 @@ class CapturedFacts:
             )
         self.check_parts()
         self._check_values()
+        if torch.is_autocast_enabled(self._device):
+            self._check_autocast()
+
+    def _check_autocast(self) -> None:
+        """A surrounding autocast block does nothing to a step: it must be the captured one."""
+        now = str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
+        if now != self._autocast:
+            raise PlanMismatchError(
+                f"Autocast is fixed at capture: the step is called under autocast in {now}, and "
+                f"was captured {f'in {self._autocast}' if self._autocast else 'without'}. Call it "
+                f"outside of the block, or capture again with autocast=torch.{now}."
+            )
 
     def check_parts(self) -> None:
         """See that the model is made of the modules it was made of.

@@ -136,7 +136,9 @@ class Step:
         self._check_process()
         with self._lock, torch.inference_mode(False):
             values = self._state.read()
-            self._facts = CapturedFacts(self._graph.program, self._state.model)
+            self._facts = CapturedFacts(
+                self._graph.program, self._state.model, self._graph.meta.get("autocast")
+            )
             self._steps_since_capture = self._state.steps_since_capture(self._steps_since_capture)
             for op, value in values.items():
                 self.executor.put(op, value)
@@ -226,6 +228,12 @@ class Step:
     def close(self) -> None:
         """End the device threads. The step cannot be called any more."""
         self.executor.close()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

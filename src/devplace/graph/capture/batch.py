@@ -97,6 +97,11 @@ def as_call(
     Raises:
         CaptureError: `example_inputs` is something else, or a keyword is given twice.
     """
+    if not isinstance(example_kwargs, (Mapping, type(None))):
+        raise CaptureError(
+            f"Keyword inputs must be a dict of names and values, got "
+            f"{type(example_kwargs).__name__}. Give positional ones as example_inputs."
+        )
     extra = dict(example_kwargs or {})
     if isinstance(example_inputs, Mapping) and type(example_inputs) is not torch.Tensor:
         twice = sorted(set(example_inputs) & set(extra))

@@ -278,6 +278,7 @@ def _program(
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,
         optimizer=request.optimizer,
+        loss_fn=request.loss_fn,
     )
 
 

@@ -38,9 +38,11 @@ def unwrap(model: Any) -> torch.nn.Module:
     if isinstance(inner, torch.nn.Module):
         model = inner
     if not isinstance(model, torch.nn.Module):
+        way = "Wrap the function in a module."
+        if isinstance(model, torch.export.ExportedProgram):
+            way = "Pass its module: exported.module()."
         raise CaptureError(
-            f"The model must be a torch.nn.Module, got {type(model).__name__}. Wrap the function "
-            f"in a module."
+            f"The model must be a torch.nn.Module, got {type(model).__name__}. {way}"
         )
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
