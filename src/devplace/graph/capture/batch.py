@@ -68,7 +68,8 @@ def _is_plain_dataclass(value: Any) -> bool:
     if not is_record or type(value) in pytree.SUPPORTED_NODES:
         return False
     if isinstance(value, dict):
-        return set(value) <= {f.name for f in dataclasses.fields(value)}
+        record: Any = value
+        return set(value) <= {each.name for each in dataclasses.fields(record)}
     return not isinstance(value, (list, tuple, Mapping))
 
 
@@ -279,6 +280,27 @@ def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple
     sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))
     cut = tuple(isinstance(t, torch.Tensor) and t.ndim >= 1 and t.shape[0] == rows for t in leaves)
     return sizes, cut
+
+
+def refuse_whole_target(batch: Batch) -> None:
+    """Refuse a target that is not cut where other inputs are: dim 0 is not that of the batch.
+
+    Raises:
+        CaptureError: Names both.
+    """
+    positional = [name.partition(".")[0] for name in batch.names]
+    target = max((int(name) for name in positional if name.isdecimal()), default=-1)
+    rows = sum(batch.sizes)
+    for name, top, leaf, is_cut in zip(
+        batch.names, positional, batch.leaves, batch.cut, strict=True
+    ):
+        if top == str(target) and isinstance(leaf, torch.Tensor) and not is_cut:
+            first = batch.names[batch.cut.index(True)]
+            raise CaptureError(
+                f"micro_batches cuts along dim 0: input {first!r} has {rows} rows there, but the "
+                f"target {name!r} has shape {list(leaf.shape)}. Put the batch first, or write a "
+                f"loss function of your own."
+            )
 
 
 def leaf_names(prefix: str, tree: Any) -> list[str]:

@@ -13,11 +13,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.batch import make_batch
+from devplace.graph.capture.batch import make_batch, refuse_whole_target
+from devplace.graph.capture.chunk_loss import is_sum
 from devplace.graph.capture.cleanup import clean, drop_last_results
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.functionalize import make_functional
-from devplace.graph.capture.loss import loss_call
+from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.refuse import (
     explain,
@@ -173,7 +174,11 @@ def _request(
     mode = "train" if update is not None else without_update
     if mode == "inference" and batch.sizes:
         raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
-    call = model if mode == "inference" else loss_call(model, loss_fn)
+    is_cut = bool(batch.sizes)
+    call = model if mode == "inference" else loss_call(model, loss_fn, is_cut)
+    adds_up = is_cut and loss_fn is not None and is_torch_loss(loss_fn) and is_sum(loss_fn)
+    if is_cut and loss_fn is not None and is_torch_loss(loss_fn):
+        refuse_whole_target(batch)
     kind = _device_type(sources, batch.leaves, device)
     return Request(
         model,
@@ -187,6 +192,7 @@ def _request(
         kind,
         optimizer,
         loss_fn,
+        adds_up,
     )
 
 

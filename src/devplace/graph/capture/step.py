@@ -62,6 +62,7 @@ class Request:
         device_type: torch device type to capture for.
         optimizer: The user's optimizer, kept for the program.
         loss_fn: As the user gave it.
+        adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
     """
 
     model: torch.nn.Module
@@ -75,6 +76,7 @@ class Request:
     device_type: str = "cpu"
     optimizer: Any = None
     loss_fn: Any = None
+    adds_up: bool = False
 
 
 @dataclass
@@ -331,7 +333,7 @@ class Step:
     def _mean(
         self, chunks: list[list[Any]], first: torch.Tensor, wanted: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss = sum of loss_i * rows_i / rows."""
+        """Loss = sum of loss_i * rows_i / rows; of losses that add up, sum of loss_i."""
         if len(chunks) == 1:
             return first, self._backward([first], [None], wanted, {})
         sizes = self.request.batch.sizes
@@ -339,7 +341,7 @@ class Step:
         total = None
         for index, leaves in enumerate(chunks):
             loss = first if index == 0 else self._forward(index, leaves)[0]
-            share = sizes[index] / sum(sizes)
+            share = 1.0 if self.request.adds_up else sizes[index] / sum(sizes)
             with self._owned("", "forward"):
                 part = loss.detach() * share
                 total = part if total is None else total + part
