@@ -77,12 +77,10 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
         if _is_under(error.__traceback__, os.path.join("torch", "distributions")):
             return CaptureError(_checked_arguments(where))
         return CaptureError(_value_read(where, owner))
+    if "NestedTensor" in text or "_nested_" in text:
+        return _nested(where)
     if name == "UnsupportedOperatorException" or "no fake impl" in text or "'Meta'" in text:
-        op = _op_name(text)
-        return CaptureError(
-            f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
-            f"Register one: @torch.library.register_fake({op!r})."
-        )
+        return _without_fake(_op_name(text), where)
     if "torch._C.Generator" in text:  # torch 2.11; later ones make it an attribute of the graph
         return own_generator(where)
     if "backward through the graph a second time" in text:
@@ -94,6 +92,21 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
     return CaptureError(
         f"The step failed while it was captured at {where}: {name}: {first}. Check that it runs "
         f"eagerly on the example inputs."
+    )
+
+
+def _nested(where: str) -> CaptureError:
+    return CaptureError(
+        f"Nested tensors cannot be captured: {where} makes one, as nn.TransformerEncoder does of a "
+        f"padding mask in eval mode. Use masks over padded tensors; make the encoder with "
+        f"enable_nested_tensor=False."
+    )
+
+
+def _without_fake(op: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
+        f"Register one: @torch.library.register_fake({op!r})."
     )
 
 
