@@ -106,7 +106,7 @@ def test_reasons_that_plans_share_are_told_once(plans: tuple[Plan, Plan]) -> Non
         for each in rows
     ]
     rows = tuple(Row(r.candidate, m) for r, m in zip(rows, failed, strict=True))
-    message = r"^None of 2 plans could be run: cpu:0 alone, search: Op 'mm' failed: too large\.$"
+    message = r"^None of 2 plans could be run: cpu:0 alone, search: Op 'mm' failed: too large\. Wei"
     with pytest.raises(ExecutionError, match=message):
         _ = Confirmation(rows, 1.0).best
 

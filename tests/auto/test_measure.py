@@ -14,6 +14,7 @@ from devplace.auto.sources import Source, step_sources
 from devplace.auto.timing import time_plan, time_steps
 from devplace.auto.wire import pack, unpack
 from devplace.errors import InputError
+from devplace.graph.capture import capture
 from devplace.run.schedule import make_schedule
 from tests.auto.steps import captured, hostile, placed, trials
 
@@ -53,6 +54,34 @@ def test_integers_travel_and_weights_are_made_up() -> None:
     shapes = sorted(tuple(parameter.shape) for parameter in model.parameters())
     assert sorted(tuple(s.make("cpu").shape) for s in by_kind["parameter"]) == shapes
     assert all(not source.make("cpu").any() for source in by_kind["state"])
+
+
+class Scaled(torch.nn.Module):
+    """Makes an index of the values of a buffer and of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(3, 4)
+        self.register_buffer("scale", torch.tensor(0.01))
+        self.register_buffer("large", torch.ones(200, 100))
+
+    def forward(self, x: Any) -> Any:
+        return self.table((x * self.scale).long()) + self.large.mean()
+
+
+def test_small_tensors_keep_their_values_as_indices_may_be_made_of_them() -> None:
+    """With made-up values every plan would fail; a part of a larger tensor travels alone."""
+    model, batch = Scaled(), torch.full((1000, 8), 150.0)[:6]
+    graph = capture(model, batch)
+    sources = step_sources(graph, model, None, batch)
+    kept = {graph.ops[op].name: source.value for op, source in sources.items()}
+    assert kept["scale"] == model.scale
+    assert kept["large"] is None
+    assert kept["table.weight"] is None
+    assert len(pack(graph, sources)) < 20_000
+    plan = placed(graph).plan
+    (found,) = measure([Trial("plan", plan, graph, sources)], seconds=SHORT)
+    assert found.error == ""
 
 
 def test_channels_last_weights_stay_channels_last() -> None:

@@ -16,7 +16,14 @@ from devplace.auto import choose as choose_module
 from devplace.auto import parallelize as module
 from devplace.auto.clock import Clock
 from devplace.auto.measure import Measurer
-from devplace.errors import ExecutionError, InfeasibleError, InputError, MachineError
+from devplace.errors import (
+    CaptureError,
+    ExecutionError,
+    InfeasibleError,
+    InputError,
+    MachineError,
+    ProblemError,
+)
 from tests.auto.steps import captured, hostile, placed, tagger
 
 QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,30s"}
@@ -232,6 +239,9 @@ def test_limits_and_pins_are_kept() -> None:
         ({"budget": "soon"}, InputError, "soon"),
         ({"exclude": "cpu:0"}, InputError, "list of device names"),
         ({"machine": "k40x2"}, InputError, "Only devices of this computer"),
+        ({"limits": ["1GiB"]}, ProblemError, "limits must be a dictionary"),
+        ({"example_kwargs": [1]}, CaptureError, "Keyword inputs must be a dict"),
+        ({"progress": 3}, InputError, "progress must be a function"),
     ],
 )
 def test_bad_arguments_are_named(options: Any, error: Any, words: str) -> None:
@@ -274,3 +284,15 @@ def test_fewer_cores_than_gpus_are_noted(
     assert bool(notes) == is_noted
     assert all("each of 2 GPUs" in note and "1 core:" in note for note in notes)
     assert module.few_cores(plan) == ()
+
+
+def test_an_exported_program_is_told_to_give_its_module() -> None:
+    """torch's own container of a model is none; the module in it runs."""
+    model, x = nn.Linear(3, 2).eval(), torch.randn(4, 3)
+    exported = torch.export.export(model, (x,))
+    with pytest.raises(InputError, match=r"got ExportedProgram\. Pass its module"):
+        dp.parallelize(exported, x, machine=1, budget="1ev", confirm=False)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"got ExportedProgram\. Pass its module"):
+        dp.capture(exported, x)  # type: ignore[arg-type]
+    with dp.parallelize(exported.module(), x, machine=1, budget="1ev", confirm=False) as infer:
+        assert torch.equal(infer(x), model(x))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.utils._pytree as pytree
 from tests.graph.capture_checks import Runner, sgd
 from torch import nn
 
+import devplace as dp
 from devplace.errors import CaptureError
 from devplace.graph import Constant, OpGraph
 from devplace.graph.capture import capture, flatten_batch
@@ -134,6 +137,86 @@ def test_s43_unknown_container_says_how_to_register() -> None:
         capture(Reader(), (Cache(torch.zeros(2), torch.zeros(2)),))
     with pytest.raises(CaptureError, match=f"Outputs must be .*{message}"):
         capture(Reader(), torch.zeros(2))
+
+
+class Bag(dict[str, Any]):
+    """A dict of the user's."""
+
+
+class Row(tuple[Any, ...]):
+    """A tuple of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "advice"),
+    [
+        (lambda x: Bag(x=x), "{} dict(...) of it, or register it: "),
+        (lambda x: UserDict(x=x), "{} dict(...) of it, or register it: "),
+        (lambda x: Row([x]), "{} tuple(...) of it, or register it: "),
+        (lambda x: SimpleNamespace(inner=SimpleNamespace(x=[x])), "Register it: "),
+        (lambda x: {"known": x, "bag": Bag(x=x)}, "{} dict(...) of it, or register it: "),
+    ],
+)
+def test_containers_unknown_to_torch_are_refused(wrap: Any, advice: str) -> None:
+    """Of a subclass of dict or tuple, or objects in objects: their tensors would be frozen."""
+
+    class Same(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return wrap(x) if isinstance(x, torch.Tensor) else x
+
+    x = torch.zeros(2)
+    for given, verb in (((wrap(x),), "Pass"), (x, "Return")):
+        with pytest.raises(CaptureError, match="but is unknown to torch") as caught:
+            capture(Same(), given)
+        assert advice.format(verb) in str(caught.value)
+    assert capture(Same(), UserDict(x=x), lambda m, x: x.sum()).meta["mode"] == "eval-loss"
+
+
+def test_modules_and_iterators_are_no_inputs_or_outputs() -> None:
+    """What to do instead depends on which it is."""
+
+    class Same(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return iter([x]) if isinstance(x, torch.Tensor) else x
+
+    with pytest.raises(CaptureError, match=r"Inputs must be tensors, got a module of Linear"):
+        capture(Same(), (nn.Linear(2, 2),))
+    with pytest.raises(CaptureError, match=r"Outputs must be tensors, got a list_iterator\. Ret"):
+        capture(Same(), torch.zeros(2))
+
+
+@dataclass
+class ItemsToo(OrderedDict[str, Any]):
+    """A record whose items are its fields that are not None, as of transformers."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) is not None:
+                self[each.name] = getattr(self, each.name)
+        self.count = len(self)
+
+
+def test_a_record_may_be_a_dict_too_and_have_more_attributes() -> None:
+    """It comes back with its fields, items and other attributes, as output and as input."""
+
+    class Same(nn.Module):
+        def forward(self, x: Any) -> Any:
+            is_record = isinstance(x, ItemsToo)
+            return ItemsToo(None, x["logits"] * x.count if is_record else x)
+
+    x = torch.tensor([1.0, 2.0])
+    for given in (x, ItemsToo(torch.tensor(0.0), x)):
+        infer = dp.parallelize(Same(), (given,), machine=1, budget="1ev", confirm=False)
+        found = infer(given)
+        expected = x if given is x else 2 * x
+        assert type(found) is ItemsToo
+        assert torch.equal(found.logits, expected)
+        assert torch.equal(found["logits"], expected)
+        assert (list(found), found.count, found.loss) == (["logits"], 1, None)
+        infer.close()
 
 
 def test_registered_container_works() -> None:

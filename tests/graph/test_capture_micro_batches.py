@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -182,3 +183,77 @@ def test_inference_is_not_cut() -> None:
     """Micro-batches need a loss."""
     with pytest.raises(CaptureError, match="needs a loss"):
         capture(net_without_norm(), batches()[0][0], micro_batches=2)
+
+
+WEIGHTS = torch.tensor([0.1, 1.0, 3.0, 0.5]).double()
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(ignore_index=2),
+        nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=0, label_smoothing=0.2),
+        functools.partial(F.cross_entropy, weight=WEIGHTS, ignore_index=1),
+        nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"),
+        functools.partial(F.cross_entropy, reduction="sum"),
+    ],
+    ids=["plain", "ignored", "weighted", "all", "partial", "sum", "partial sum"],
+)
+def test_torchs_cross_entropy_is_that_of_the_whole_batch(loss: Any, chunks: int) -> None:
+    """Chunks differ in ignored targets and in class weights; a sum adds up."""
+    options = vars(loss) if isinstance(loss, nn.Module) else getattr(loss, "keywords", {})
+    ignored = options.get("ignore_index", -100)
+    data = [(x, torch.where(torch.arange(7) % 3 == 0, ignored, y)) for x, y in batches(rows=7)]
+
+    def whole(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss(m(x), y)
+
+    assert_same_training(
+        net_without_norm(), data, loss, sgd, eager_loss=whole, micro_batches=chunks
+    )
+
+
+def test_probabilities_as_targets_and_log_likelihood_are_cut_too() -> None:
+    """The one is a mean over rows, the other one over class weights."""
+    likelihood = nn.NLLLoss(weight=WEIGHTS)
+    rows = batches(rows=7)
+    soft = [(x, F.one_hot(y, 4).double() * 0.8 + 0.05) for x, y in rows]
+    for loss, data in ((nn.CrossEntropyLoss(weight=WEIGHTS), soft), (likelihood, rows)):
+
+        def whole(m: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Any = loss) -> torch.Tensor:
+            return loss(m(x), y)  # type: ignore[no-any-return]
+
+        assert_same_training(net_without_norm(), data, loss, sgd, eager_loss=whole, micro_batches=3)
+
+
+def test_class_weights_that_are_a_buffer_of_the_model_are_read_there() -> None:
+    """A criterion that is a part of the model."""
+    model = nn.ModuleDict({"net": net_without_norm(), "loss": nn.CrossEntropyLoss(WEIGHTS)})
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts["net"](x)
+
+    def whole(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return m.parts["loss"](m(x), y)  # type: ignore[operator, index]
+
+    made = Whole()
+    graph = capture(made, batches(rows=7)[0], model["loss"], sgd(made), micro_batches=3)
+    assert "parts.loss.weight" in graph.op_index
+    assert not [op for op in graph.ops if op.role == "constant" and op.name.startswith("_tensor")]
+
+
+def test_a_target_that_is_not_cut_is_refused() -> None:
+    """Time first, batch second: chunks of time would be compared with the whole target."""
+    model = nn.Linear(8, 4)
+    x, y = torch.randn(5, 3, 8), torch.randint(0, 4, (3,))
+    message = r"input '0' has 5 rows there, but the target '1' has shape \[3\]"
+    with pytest.raises(CaptureError, match=message):
+        capture(model, (x, y), F.cross_entropy, sgd(model), micro_batches=2)

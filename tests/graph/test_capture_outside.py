@@ -203,6 +203,22 @@ def test_ops_without_a_fixed_size_are_told_what_helps() -> None:
     assert "reads a value" in refusal(model(), told)
 
 
+def test_nested_tensors_are_refused_and_masks_are_not() -> None:
+    """An encoder in eval mode makes one of its input where a mask pads it, unless told not to."""
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for is_nested in (True, False):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=is_nested).eval()
+        given = {"src": x, "src_key_padding_mask": mask}
+        if is_nested:
+            with pytest.raises(CaptureError, match="enable_nested_tensor=False"):
+                capture(net, given)
+        else:
+            step = make_step(net, given, None, None, at_random(0))
+            with torch.no_grad():
+                torch.testing.assert_close(step(**given), net(**given))
+
+
 def test_a_model_made_under_inference_mode_cannot_be_trained() -> None:
     """torch cannot either."""
     with torch.inference_mode():

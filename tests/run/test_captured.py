@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from devplace.errors import CaptureError, InputError, PlanMismatchError
+from devplace.graph.capture import capture
+from devplace.run.compile import compile_step
 from devplace.run.copies import laid_out
 from tests.run.models import Clipped, Normed, mean_square
-from tests.run.placed import all_on, at_random, make_step, sgd, train_eager
+from tests.run.placed import NAMES, all_on, at_random, make_step, sgd, train_eager
 
 BATCH = (torch.randn(4, 4),)
 
@@ -223,3 +225,37 @@ def test_another_nesting_is_told_by_the_first_name_that_differs() -> None:
         step({"x": (x,), "more": {"shift": shift}}, None)
     with pytest.raises(InputError, match=r"'1' is a tensor of shape \[4, 4\], captured with None"):
         step(batch, x)
+
+
+def test_a_number_that_is_nan_may_be_an_input() -> None:
+    """It is itself; another number is not."""
+    model, x = Clipped(), torch.randn(4, 4)
+
+    def loss(model: Any, x: Any, scale: float) -> Any:
+        return (model(x) * (1.0 if scale != scale else scale)).square().mean()
+
+    batch = (x, float("nan"))
+    step = make_step(model, batch, loss, sgd(list(model.parameters())), all_on(0))
+    step(x, float("nan"))
+    with pytest.raises(InputError, match=r"'1' is 2\.0, captured with nan"):
+        step(x, 2.0)
+
+
+def test_autocast_around_a_call_is_refused_unless_it_was_captured() -> None:
+    """It would do nothing, where eager mode computes in 16 bits."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    graphs = [capture(model, x, autocast=dtype) for dtype in (None, torch.bfloat16)]
+    steps = [compile_step(model, None, g, *all_on(0)(g), NAMES) for g in graphs]
+    exact, rounded = (step(x) for step in steps)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(PlanMismatchError, match="in bfloat16, and was captured without"):
+            steps[0](x)
+        assert torch.equal(steps[1](x), rounded)
+        assert torch.equal(model(x), rounded)
+    assert not torch.equal(exact, rounded.float())
+    message = "in float16, and was captured in bfloat16"
+    with (
+        torch.autocast("cpu", dtype=torch.float16),
+        pytest.raises(PlanMismatchError, match=message),
+    ):
+        steps[1](x)

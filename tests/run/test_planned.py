@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,3 +104,60 @@ def test_a_plan_for_another_width_is_refused() -> None:
     wider, other = make(width=9)
     with pytest.raises(PlanMismatchError, match="differ"):
         dp.compile(wider, plan, optimizer=other, graph=dp.capture(wider, BATCH, loss_fn, other))
+
+
+@pytest.mark.parametrize("options", [{"clip_grad_norm": 0.01}, {"autocast": torch.bfloat16}])
+def test_a_plan_from_a_file_runs_with_the_options_of_its_capture(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Without them it is another step; with them it clips, or computes in 16 bits."""
+    model, optimizer = make()
+    model = model.float()
+    batch = (BATCH[0].float(), BATCH[1])
+    graph = dp.capture(model, batch, loss_fn, optimizer, **options)
+    machine = dp.load_machine("cpux2")
+    problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
+    dp.place(problem, dp.placers.Even(), budget="1ev").plan.save(tmp_path / "plan.json")
+    plan = dp.load_plan(tmp_path / "plan.json")
+    given: Any = {"optimizer": optimizer, "example_inputs": batch, "loss_fn": loss_fn}
+    with pytest.raises(PlanMismatchError, match=f"another step.*{next(iter(options))}"):
+        dp.compile(model, plan, **given)
+    with dp.compile(model, plan, graph=graph) as first:
+        expected = [float(first(*batch)) for _ in range(3)]
+    with dp.compile(model, plan, **given, **options) as step:
+        assert [float(step(*batch)) for _ in range(3)] == expected
+
+
+def test_another_loss_than_the_plans_is_not_ignored() -> None:
+    """In the process that made the plan, too: the step is captured again, and fits or not."""
+    model, optimizer = make()
+    plan = make_plan(model, optimizer)
+
+    def double(model: Any, x: Any, y: Any) -> Any:
+        return 2 * loss_fn(model, x, y)
+
+    with pytest.raises(InputError, match="another loss function"):
+        dp.compile(model, plan, loss_fn=double)
+    with pytest.raises(PlanMismatchError, match="another step"):
+        dp.compile(model, plan, loss_fn=double, example_inputs=BATCH)
+
+    def same(model: Any, x: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(x), y)
+
+    with dp.compile(model, plan, loss_fn=same, example_inputs=BATCH) as step:
+        assert float(step(*BATCH)) > float(step(*BATCH))
+    with pytest.raises(InputError, match="clipping"):
+        dp.compile(model, plan, clip_grad_norm=1.0)
+
+
+def test_what_is_no_plan_is_told_apart() -> None:
+    """A path, a result, or something else."""
+    model, optimizer = make()
+    plan = make_plan(model, optimizer)
+    for given, way in (
+        ("plan.json", r"dp\.load_plan\('plan\.json'\)"),
+        (SimpleNamespace(plan=plan), r"result\.plan"),
+        (3, "dp.place"),
+    ):
+        with pytest.raises(InputError, match=f"must be a dp.Plan, got .*{way}"):
+            dp.compile(model, given)  # type: ignore[arg-type]

@@ -100,7 +100,9 @@ class Confirmation:
         ranked = self.ranked
         if not ranked:
             raise ExecutionError(
-                f"None of {len(self.rows)} plans could be run: {_reasons(self.rows)}."
+                f"None of {len(self.rows)} plans could be run: {_reasons(self.rows)}. Weights and "
+                f"large inputs are made up when plans are measured: if the step runs with real "
+                f"ones, do not confirm plans by running."
             )
         return ranked[0]
 

@@ -91,7 +91,7 @@ class ParallelStep:
 
     @property
     def steps_done(self) -> int:
-        """Steps the optimizer has made, those before capture included."""
+        """Steps the optimizer has made, those before capture included where it counts them."""
         return self._step.steps_done
 
     @property

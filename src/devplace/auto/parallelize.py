@@ -102,6 +102,8 @@ def parallelize(
         VerificationError: With `verify`, the placed step gave other numbers.
     """
     clock = Clock.parse(budget)
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
     _check_model(model)
     found = find_machine(machine)
@@ -125,7 +127,7 @@ def parallelize(
         ),
         tell,
     )
-    demands = {"limits": dict(limits or {}), "pins": dict(pins or {}), "exclude": left_out}
+    demands = {"limits": limits or {}, "pins": pins or {}, "exclude": left_out}
     num_devices = len(set(found.device_names) - set(left_out))
     counts = _counts(micro_batches, model, num_devices, job)
     with Measurer(seed=seed) as measurer:
@@ -239,7 +241,7 @@ class _Job:
             return None
         wait = getattr(step.executor, "synchronize", lambda: None)
         rounds = time_steps(lambda: step(*args, **kwargs), wait, SETTLE_SECONDS)
-        step.load()
+        step.restart()
         return median_ns(rounds)
 
 
@@ -278,10 +280,10 @@ def _free() -> None:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise InputError(
-            f"parallelize needs a torch.nn.Module, got {type(model).__name__}. To run a plan file, "
-            "use dp.compile."
-        )
+        way = "To run a plan file, use dp.compile."
+        if isinstance(model, torch.export.ExportedProgram):
+            way = "Pass its module: exported.module()."
+        raise InputError(f"parallelize needs a torch.nn.Module, got {type(model).__name__}. {way}")
     module = unwrap(model)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     name = next((name for name, tensor in tensors if tensor.is_meta), None)

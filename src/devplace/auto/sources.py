@@ -13,6 +13,9 @@ from devplace.graph.capture.batch import as_call
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
 
+SMALL_BYTES = 1 << 16
+"""Of tensors that are sent as they are to the process that measures."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -22,7 +25,8 @@ class Source:
         kind: `parameter`, `buffer`, `state`, `constant`, `input` or `scalar`.
         shape, stride: Of the tensor.
         dtype: torch name without prefix.
-        value: The tensor on the CPU, for integers (they are indices or masks) and scalars.
+        value: The tensor on the CPU, for integers (they are indices or masks), scalars, and small
+            tensors that are no weights (indices may be made of them).
     """
 
     kind: str
@@ -78,8 +82,10 @@ def step_sources(
 
 def _source(kind: str, tensor: Any) -> Source:
     tensor = tensor.detach()
-    is_form_enough = tensor.is_meta or (tensor.is_floating_point() and kind != "scalar")
-    value = None if is_form_enough or tensor.is_complex() else tensor.cpu()
+    is_weight = kind in ("parameter", "state")
+    is_large = is_weight or tensor.numel() * tensor.element_size() > SMALL_BYTES
+    is_form_enough = tensor.is_meta or (tensor.is_floating_point() and is_large)
+    value = None if is_form_enough or tensor.is_complex() else tensor.cpu().clone()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Source(kind, tuple(tensor.shape), tuple(_stride(tensor)), dtype, value)
 

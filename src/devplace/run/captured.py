@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from devplace.errors import PlanMismatchError
-from devplace.graph.capture.reads import NOTHING, differs, is_function, shown
+from devplace.graph.capture.reads import own_names
+from devplace.graph.capture.values import (
+    NOTHING,
+    difference,
+    differs,
+    is_function,
+    shown,
+)
 from devplace.graph.program import Binding, Program
 
 Get = Callable[[int], Any]
@@ -22,17 +29,19 @@ class CapturedFacts:
     Args:
         program: Of the captured step.
         model: The user's model; names that it lacks are not checked.
+        autocast: Low-precision dtype of the captured forward pass, such as `bfloat16`.
     """
 
-    def __init__(self, program: Program, model: Any) -> None:
+    def __init__(self, program: Program, model: Any, autocast: str | None = None) -> None:
         self._model = model
+        self._device, self._autocast = program.device, autocast
         self._training = program.training
         modules = dict(model.named_modules())
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._modes = _Flags("training", modules, program.modes)
         self._trainable = _Flags("requires_grad", parameters, program.trainable)
         self._attributes = [
-            (modules[name], vars(modules[name]), key, value, name)
+            (modules[name], own_names(modules[name]), key, value, name)
             for name, values in program.attributes.items()
             if name in modules
             for key, value in values.items()
@@ -63,6 +72,18 @@ class CapturedFacts:
             )
         self.check_parts()
         self._check_values()
+        if torch.is_autocast_enabled(self._device):
+            self._check_autocast()
+
+    def _check_autocast(self) -> None:
+        """A surrounding autocast block does nothing to a step: it must be the captured one."""
+        now = str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
+        if now != self._autocast:
+            raise PlanMismatchError(
+                f"Autocast is fixed at capture: the step is called under autocast in {now}, and "
+                f"was captured {f'in {self._autocast}' if self._autocast else 'without'}. Call it "
+                f"outside of the block, or capture again with autocast=torch.{now}."
+            )
 
     def check_parts(self) -> None:
         """See that the model is made of the modules it was made of.
@@ -83,18 +104,25 @@ class CapturedFacts:
 
     def _check_values(self) -> None:
         for module, own, key, value, name in self._attributes:
-            now = own.get(key, NOTHING)
-            if now is value:
-                continue
+            now = own[0].get(key, NOTHING)
             if now is NOTHING:
-                now = getattr(module, key, NOTHING)  # of its class
-            if differs(now, value):
+                now = _further(module, own, key, value)
+            if now is not value and differs(now, value):
                 where = f"module {name!r}" if name else "the model"
-                raise _other_value(f"attribute {key!r} of {where}", now, value)
+                path, now, value = difference(now, value)
+                raise _other_value(f"attribute {key + path!r} of {where}", now, value)
         for variable in self._variables:
             now = variable.present()
             if now is not variable.value and differs(now, variable.value):
-                raise _other_value(f"{variable.name!r}", now, variable.value)
+                path, now, value = difference(now, variable.value)
+                raise _other_value(f"{variable.name + path!r}", now, value)
+
+
+def _further(module: Any, own: tuple[dict[str, Any], ...], key: str, value: Any) -> Any:
+    """An attribute that is not in a module's first dict: of its class, a buffer, or missing."""
+    if value is NOTHING:  # looking it up would raise
+        return next((names[key] for names in own if key in names), NOTHING)
+    return getattr(module, key, NOTHING)
 
 
 class _Flags:

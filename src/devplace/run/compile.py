@@ -104,6 +104,7 @@ class Step:
         self._state = ModelState(graph, model, optimizer, invent_seed)
         self._lock = threading.RLock()
         self._process = os.getpid()
+        self._steps_since_capture = 0
         self.load()
 
     def __reduce__(self) -> Any:
@@ -119,11 +120,14 @@ class Step:
 
     @property
     def steps_done(self) -> int:
-        """Steps the optimizer has made, those before capture included."""
+        """Steps the optimizer has made, those before capture included where it counts them."""
         return self._state.steps_before_capture + self._steps_since_capture
 
     def load(self) -> None:
         """Read parameters, buffers and optimizer state from the model and optimizer again.
+
+        Random numbers go on: they are those of the number of steps made, which comes from the
+        optimizer, or where that does not count (SGD, no optimizer) from the steps of this object.
 
         Raises:
             PlanMismatchError: They differ in name, shape or dtype from the captured ones.
@@ -132,13 +136,20 @@ class Step:
         self._check_process()
         with self._lock, torch.inference_mode(False):
             values = self._state.read()
-            self._facts = CapturedFacts(self._graph.program, self._state.model)
-            self._steps_since_capture = self._state.steps_since_capture()
+            self._facts = CapturedFacts(
+                self._graph.program, self._state.model, self._graph.meta.get("autocast")
+            )
+            self._steps_since_capture = self._state.steps_since_capture(self._steps_since_capture)
             for op, value in values.items():
                 self.executor.put(op, value)
             self._shared = SharedValues(self._graph.program, self._state.model)
             self._is_synced = True
             self._lost_by = ""
+
+    def restart(self) -> None:
+        """As `load`, and as if no step had been made: random numbers begin anew, too."""
+        self._steps_since_capture = 0
+        self.load()
 
     def sync(self) -> None:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
@@ -217,6 +228,12 @@ class Step:
     def close(self) -> None:
         """End the device threads. The step cannot be called any more."""
         self.executor.close()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

@@ -19,6 +19,7 @@ from devplace.graph.capture.batch import (
     leaf_names,
     open_dataclasses,
 )
+from devplace.graph.capture.values import differs
 from devplace.run.copies import laid_out
 
 
@@ -50,7 +51,7 @@ def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             _check(graph, binding.op, binding.key, value)
             values[binding.op] = laid_out(value, binding.strides)
     for index, fixed in program.input_constants.items():
-        if type(leaves[index]) is not type(fixed) or leaves[index] != fixed:
+        if type(leaves[index]) is not type(fixed) or differs(leaves[index], fixed):
             name = _leaf_name(args, kwargs, index)
             raise InputError(
                 f"Inputs that are not tensors are fixed at capture: {name!r} is "
@@ -121,7 +122,8 @@ def _in_captured_order(tree: Any, spec: Any) -> Any:
     children = spec.children()
     if isinstance(tree, Record) and len(tree.fields) == len(children):
         fields = zip(tree.fields.items(), children, strict=True)
-        return Record(tree.kind, {n: _in_captured_order(v, child) for (n, v), child in fields})
+        ordered = {n: _in_captured_order(v, child) for (n, v), child in fields}
+        return Record(tree.kind, ordered, tree.keys)
     if type(tree) in (dict, OrderedDict, defaultdict):
         names = spec.context[1] if isinstance(tree, defaultdict) else spec.context
         if set(names) != set(tree):

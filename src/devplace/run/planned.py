@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ from devplace.graph.serialize import fingerprint
 from devplace.plan import Plan
 from devplace.run.check import CheckReport, check
 from devplace.run.compile import Step, compile_step
+
+_MADE_FOR = (
+    "Give the model, batch, loss, optimizer, micro_batches, clip_grad_norm and autocast that it "
+    "was made for, or plan again."
+)
 
 
 def compile(
@@ -23,6 +29,8 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
+    clip_grad_norm: float | None = None,
+    autocast: Any = None,
     seed: int = 0,
     waits: bool = True,
     staged_pairs: frozenset[tuple[str, str]] = frozenset(),
@@ -35,8 +43,9 @@ def compile(
         optimizer: The optimizer of the model; its present learning rates are used at every step.
             Default: the one given to `capture`.
         graph: The captured step. Default: the plan's own, or a new capture.
-        example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
-            again for a plan from a file.
+        example_inputs, example_kwargs, loss_fn, micro_batches, clip_grad_norm, autocast: As given
+            to `capture`, to capture again: for a plan from a file, or for another loss function,
+            clipping or autocast than those that the plan's own graph has.
         seed: Fixes all random numbers, whatever the placement.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used; their
@@ -47,15 +56,21 @@ def compile(
 
     Raises:
         PlanMismatchError: The model, batch or optimizer differs from what the plan was made for.
-        InputError: Nothing to run: the plan is from a file and no example inputs were given.
+        InputError: No plan, or nothing to run: the step must be captured, and no example inputs
+            were given.
     """
+    _check_plan(plan)
     found = graph or (plan.problem.graph if plan.problem is not None else None)
+    if optimizer is None and found is not None and found.program is not None:
+        optimizer = found.program.optimizer
+    if graph is None and found is not None and _is_other(found, loss_fn, clip_grad_norm, autocast):
+        found = None
     if found is None or found.program is None:
+        options = {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
         found = _capture_again(
-            model, example_inputs, example_kwargs, loss_fn, optimizer, micro_batches
+            model, example_inputs, example_kwargs, loss_fn, optimizer, micro_batches, options
         )
     check_graph(plan, found)
-    optimizer = optimizer if optimizer is not None else found.program.optimizer
     return compile_step(
         model,
         optimizer,
@@ -111,14 +126,32 @@ def check_graph(plan: Plan, graph: OpGraph) -> None:
     if len(plan.ops) != len(graph.ops):
         raise PlanMismatchError(
             f"The plan was made for another step: it has {len(plan.ops)} ops, this one "
-            f"{len(graph.ops)}. Give the model, batch, optimizer and micro_batches it was made "
-            f"for, or plan again."
+            f"{len(graph.ops)}. {_MADE_FOR}"
         )
     if plan.fingerprints.graph != fingerprint(graph):
         raise PlanMismatchError(
-            "The plan was made for another step: ops, shapes or dtypes differ. Give the model, "
-            "batch, optimizer and micro_batches it was made for, or plan again."
+            f"The plan was made for another step: ops, shapes or dtypes differ. {_MADE_FOR}"
         )
+
+
+def _check_plan(plan: Any) -> None:
+    if isinstance(plan, Plan):
+        return
+    way = "Make one with dp.place, or load one with dp.load_plan"
+    if isinstance(getattr(plan, "plan", None), Plan):
+        way = "Give its plan: result.plan"
+    elif isinstance(plan, (str, os.PathLike)):
+        way = f"Load it: dp.load_plan({os.fspath(plan)!r})"
+    raise InputError(f"A plan must be a dp.Plan, got {type(plan).__name__}. {way}.")
+
+
+def _is_other(graph: OpGraph, loss_fn: Any, clip_grad_norm: float | None, autocast: Any) -> bool:
+    """Whether a graph was captured with another loss function or other options than are given."""
+    program = graph.program
+    is_other_loss = loss_fn is not None and program is not None and program.loss_fn != loss_fn
+    given = {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
+    named = {key: str(value).removeprefix("torch.") for key, value in given.items() if value}
+    return is_other_loss or any(str(graph.meta.get(k)) != value for k, value in named.items())
 
 
 def _capture_again(
@@ -128,6 +161,7 @@ def _capture_again(
     loss_fn: Callable[..., Any] | None,
     optimizer: Any,
     micro_batches: int,
+    options: Mapping[str, Any],
 ) -> OpGraph:
     from devplace.graph.capture import capture
 
@@ -139,8 +173,10 @@ def _capture_again(
             optimizer,
             micro_batches,
             example_kwargs=example_kwargs,
+            **options,
         )
     raise InputError(
-        "A plan from a file needs the step captured again: give example_inputs, and loss_fn and "
-        "optimizer as they were when it was made."
+        "The step must be captured again, as the plan is from a file or was made with another loss "
+        "function, clipping or autocast: give example_inputs, and loss_fn and optimizer as they "
+        "were when it was made."
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,13 @@ from devplace.graph.program import Binding
 from devplace.run.copies import laid_out
 
 STORED_KINDS = ("parameter", "buffer", "state", "constant")
+
+
+class _Made(NamedTuple):
+    """Steps made; if not exact, at least so many."""
+
+    steps: int
+    is_exact: bool
 
 
 class ModelState:
@@ -74,27 +81,38 @@ class ModelState:
         """Steps the optimizer had made when the graph was captured."""
         return max(self._starts.values(), default=0)
 
-    def steps_since_capture(self) -> int:
+    def steps_since_capture(self, counted: int = 0) -> int:
         """How many more steps the optimizer has made than when the graph was captured.
 
         Negative if it has been reset or loaded from an earlier checkpoint.
+
+        Args:
+            counted: What the step itself counted. SGD does not count its steps, so for it this
+                number holds, unless its momentum says that it has not made any.
 
         Raises:
             PlanMismatchError: Parameters of the step differ in this number.
         """
         if self._optimizer is None:
-            return 0
-        counts: dict[int, str] = {}
+            return counted
+        exact: dict[int, str] = {}
+        least: dict[int, str] = {}
         for name, parameter in self._updated():
-            made = _steps_made(self._optimizer.state.get(parameter, {}))
-            counts.setdefault(made - self._starts.get(name, 0), name)
-        if len(counts) > 1:
-            (first, name), (second, other) = list(counts.items())[:2]
+            made = self._steps_made(name, self._optimizer.state.get(parameter, {}))
+            if made is not None:
+                found = exact if made.is_exact else least
+                found.setdefault(made.steps - self._starts.get(name, 0), name)
+        first = next(iter(exact), max(counted, max(least, default=counted)))
+        others = {k: name for k, name in exact.items() if k != first}
+        others |= {k: name for k, name in least.items() if k > first}
+        if others:
+            (second, other), *_ = others.items()
             raise PlanMismatchError(
-                f"All parameters must have made the same number of steps since capture: {name!r} "
-                f"has made {first}, {other!r} {second}. Capture again, or load one checkpoint."
+                f"All parameters must have made the same number of steps since capture: "
+                f"{exact[first]!r} has made {first}, {other!r} {second}. Capture again, or load "
+                f"one checkpoint."
             )
-        return next(iter(counts), 0)
+        return first
 
     def write(self, get: Callable[[int], Any], steps_since_capture: int) -> None:
         """Write updated values into model and optimizer, in place.
@@ -157,10 +175,22 @@ class ModelState:
         return named
 
     def _updated(self) -> Iterator[tuple[str, Any]]:
-        named = self._named_tensors()
-        for binding in self._graph.program.bindings:
-            if binding.kind == "parameter" and binding.op in self._graph.replaced:
+        """Parameters that the optimizer updates; the step may change frozen ones in place, too."""
+        named, program = self._named_tensors(), self._graph.program
+        for binding in program.bindings:
+            is_replaced = binding.kind == "parameter" and binding.op in self._graph.replaced
+            if is_replaced and program.trainable.get(binding.key, False):
                 yield binding.key, named[binding.key]
+
+    def _steps_made(self, name: str, state: Mapping[str, Any]) -> _Made | None:
+        """What the optimizer's state tells of the steps of a parameter; None if nothing."""
+        if "step" in state:
+            return _Made(int(state["step"]), True)
+        rule = _update_of(self._graph).rules[name]
+        if rule.kind == "sgd":
+            has_begun = state.get("momentum_buffer") is not None
+            return _Made(int(has_begun), not has_begun) if rule.state_slots else None
+        return _Made(0, True)
 
     def _write_step_counts(self, steps_since_capture: int) -> None:
         templates: dict[int, Any] = {}
@@ -250,12 +280,6 @@ def _steps_at_capture(graph: OpGraph) -> dict[str, int]:
     """Parameter name -> steps its optimizer had made when the graph was captured."""
     update = _update_of(graph)
     return {name: rule.start for name, rule in update.rules.items()} if update else {}
-
-
-def _steps_made(state: Any) -> int:
-    if "step" in state:
-        return int(state["step"])
-    return 1 if state.get("momentum_buffer") is not None else 0
 
 
 def _put_state(state: Any, slot: str, value: Any, parameter: Any) -> None:

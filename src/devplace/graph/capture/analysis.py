@@ -60,6 +60,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
+def results(gm: torch.fx.GraphModule) -> tuple[torch.fx.Node, ...]:
+    """The nodes that a graph gives."""
+    output: Any = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return tuple(output.args[0])
+
+
 def mutates(node: torch.fx.Node) -> bool:
     """Whether the schema says that the node writes one of its inputs."""
     schema = getattr(node.target, "_schema", None)

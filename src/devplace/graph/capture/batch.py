@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +15,41 @@ import torch.utils._pytree as pytree
 from devplace.errors import CaptureError
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_MOST_OBJECTS = 1000
 
 
 class Record:
-    """Stand-in for a dataclass instance while it is flattened."""
+    """Stand-in for a dataclass instance while it is flattened.
 
-    def __init__(self, kind: type, fields: dict[str, Any]) -> None:
+    Args:
+        kind: Its class.
+        fields: Its fields, and other attributes that it has.
+        keys: Those that are items too, of a class that is a dict as well.
+    """
+
+    def __init__(self, kind: type, fields: dict[str, Any], keys: tuple[str, ...] = ()) -> None:
         self.kind = kind
         self.fields = fields
+        self.keys = keys
 
 
 def _flatten_record(record: Record) -> tuple[list[Any], Any]:
-    return list(record.fields.values()), (record.kind, tuple(record.fields))
+    return list(record.fields.values()), (record.kind, tuple(record.fields), record.keys)
 
 
 def _flatten_record_with_keys(record: Record) -> tuple[list[Any], Any]:
-    keys = [(pytree.GetAttrKey(n), v) for n, v in record.fields.items()]
-    return keys, (record.kind, tuple(record.fields))
+    values, context = _flatten_record(record)
+    return [(pytree.GetAttrKey(n), v) for n, v in zip(record.fields, values, strict=True)], context
 
 
 def _unflatten_record(values: Any, context: Any) -> Any:
-    kind, names = context
-    made = object.__new__(kind)
+    kind, names, keys = context
+    made = kind.__new__(kind) if issubclass(kind, dict) else object.__new__(kind)
+    put = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
+        if name in keys:
+            put(made, name, value)
     return made
 
 
@@ -51,11 +64,13 @@ pytree.register_pytree_node(
 
 
 def _is_plain_dataclass(value: Any) -> bool:
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value) not in pytree.SUPPORTED_NODES
-    )
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not is_record or type(value) in pytree.SUPPORTED_NODES:
+        return False
+    if isinstance(value, dict):
+        record: Any = value
+        return set(value) <= {each.name for each in dataclasses.fields(record)}
+    return not isinstance(value, (list, tuple, Mapping))
 
 
 def open_dataclasses(tree: Any) -> Any:
@@ -64,8 +79,10 @@ def open_dataclasses(tree: Any) -> Any:
     def visit(leaf: Any) -> Any:
         if not _is_plain_dataclass(leaf):
             return leaf
-        fields = {f.name: open_dataclasses(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
-        return Record(type(leaf), fields)
+        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        fields |= getattr(leaf, "__dict__", {})
+        keys = tuple(leaf) if isinstance(leaf, dict) else ()
+        return Record(type(leaf), {n: open_dataclasses(v) for n, v in fields.items()}, keys)
 
     return pytree.tree_map(visit, tree, is_leaf=_is_plain_dataclass)
 
@@ -81,6 +98,11 @@ def as_call(
     Raises:
         CaptureError: `example_inputs` is something else, or a keyword is given twice.
     """
+    if not isinstance(example_kwargs, (Mapping, type(None))):
+        raise CaptureError(
+            f"Keyword inputs must be a dict of names and values, got "
+            f"{type(example_kwargs).__name__}. Give positional ones as example_inputs."
+        )
     extra = dict(example_kwargs or {})
     if isinstance(example_inputs, Mapping) and type(example_inputs) is not torch.Tensor:
         twice = sorted(set(example_inputs) & set(extra))
@@ -123,27 +145,72 @@ def check_leaf(leaf: Any, what: str) -> None:
     """
     if isinstance(leaf, (torch.Tensor, *_PLAIN)):
         return
-    if hasattr(leaf, "__next__") or hasattr(leaf, "batch_sampler"):
+    kind, is_input = type(leaf), what == "Inputs"
+    if hasattr(kind, "__next__") or hasattr(leaf, "batch_sampler"):
         raise CaptureError(
-            f"{what} must be one batch, got a {type(leaf).__name__}. Take one out of it: "
+            f"Inputs must be one batch, got a {kind.__name__}. Take one out of it: "
             f"next(iter(loader))."
+            if is_input
+            else f"Outputs must be tensors, got a {kind.__name__}. Return a tuple or a list."
+        )
+    if isinstance(leaf, torch.nn.Module):
+        raise CaptureError(
+            f"{what} must be tensors, got a module of {kind.__name__}. Name it in the loss "
+            f"function, or make it a part of the model."
         )
     if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
         raise CaptureError(
-            f"{what} must be tensors: one is of class {type(leaf).__module__}."
-            f"{type(leaf).__name__}. Convert it with torch.as_tensor."
+            f"{what} must be tensors: one is of class {kind.__module__}."
+            f"{kind.__name__}. Convert it with torch.as_tensor."
         )
-    inside = list(getattr(leaf, "__dict__", {}).values())
-    inside += [getattr(leaf, n, None) for n in getattr(type(leaf), "__slots__", ())]
-    found = pytree.tree_leaves(inside) + (list(leaf) if isinstance(leaf, (set, frozenset)) else [])
-    if any(isinstance(value, torch.Tensor) for value in found):
-        name = type(leaf).__name__
+    if _holds_tensors(leaf):
         raise CaptureError(
-            f"{what} must be tensors in tuples, lists, dicts or dataclasses: {name!r} "
-            f"holds tensors but is unknown to torch. Register it: "
-            f"torch.utils._pytree.register_pytree_node({name}, lambda x: ([x.a, x.b], None), "
-            f"lambda values, _: {name}(*values))."
+            f"{what} must be tensors in tuples, lists, dicts or dataclasses: {kind.__name__!r} "
+            f"holds tensors but is unknown to torch. {_registration(leaf, is_input)}"
         )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether tensors are in an object, or in objects in it, as far as can be seen."""
+    todo, seen = [value], {id(value)}
+    while todo and len(seen) < _MOST_OBJECTS:
+        for part in _inside(todo.pop()):
+            if isinstance(part, torch.Tensor):
+                return True
+            if id(part) not in seen and not isinstance(part, (*_PLAIN, type)):
+                seen.add(id(part))
+                todo.append(part)
+    return False
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, (types.ModuleType, types.FunctionType)):
+        return []
+    inside = list(getattr(value, "__dict__", {}).values())
+    inside += [getattr(value, n, None) for n in getattr(type(value), "__slots__", ())]
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside += value
+    return inside
+
+
+def _registration(value: Any, is_input: bool) -> str:
+    """What makes a container known to torch, or an ordinary one of it."""
+    name = type(value).__name__
+    verb = "Pass" if is_input else "Return"
+    convert, flatten, build = "", "([x.a, x.b], None)", f"lambda values, _: {name}(*values)"
+    if isinstance(value, Mapping):
+        convert, flatten = f"{verb} dict(...) of it, or register it", "(list(x.values()), list(x))"
+        build = f"lambda values, keys: {name}(zip(keys, values))"
+    elif isinstance(value, (list, tuple)):
+        plain = "tuple" if isinstance(value, tuple) else "list"
+        convert, flatten = f"{verb} {plain}(...) of it, or register it", "(list(x), None)"
+        build = f"lambda values, _: {name}(values)"
+    return (
+        f"{convert or 'Register it'}: torch.utils._pytree.register_pytree_node({name}, "
+        f"lambda x: {flatten}, {build})."
+    )
 
 
 @dataclass(frozen=True)
@@ -213,6 +280,27 @@ def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple
     sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))
     cut = tuple(isinstance(t, torch.Tensor) and t.ndim >= 1 and t.shape[0] == rows for t in leaves)
     return sizes, cut
+
+
+def refuse_whole_target(batch: Batch) -> None:
+    """Refuse a target that is not cut where other inputs are: dim 0 is not that of the batch.
+
+    Raises:
+        CaptureError: Names both.
+    """
+    positional = [name.partition(".")[0] for name in batch.names]
+    target = max((int(name) for name in positional if name.isdecimal()), default=-1)
+    rows = sum(batch.sizes)
+    for name, top, leaf, is_cut in zip(
+        batch.names, positional, batch.leaves, batch.cut, strict=True
+    ):
+        if top == str(target) and isinstance(leaf, torch.Tensor) and not is_cut:
+            first = batch.names[batch.cut.index(True)]
+            raise CaptureError(
+                f"micro_batches cuts along dim 0: input {first!r} has {rows} rows there, but the "
+                f"target {name!r} has shape {list(leaf.shape)}. Put the batch first, or write a "
+                f"loss function of your own."
+            )
 
 
 def leaf_names(prefix: str, tree: Any) -> list[str]:

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._pytree import tree_leaves
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.batch import make_batch
-from devplace.graph.capture.cleanup import clean
+from devplace.graph.capture.batch import make_batch, refuse_whole_target
+from devplace.graph.capture.chunk_loss import is_sum
+from devplace.graph.capture.cleanup import clean, drop_last_results
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.functionalize import make_functional
-from devplace.graph.capture.loss import loss_call
+from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
-from devplace.graph.capture.reads import shown
 from devplace.graph.capture.refuse import (
     explain,
-    is_same_graph,
     refuse_hidden_state,
     refuse_hooks,
     refuse_recomputed_random,
@@ -29,10 +29,12 @@ from devplace.graph.capture.refuse import (
     refuse_stray_parameters,
     unwrap,
 )
+from devplace.graph.capture.same import is_same_step
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.step import Request, Step
 from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
+from devplace.graph.capture.values import shown
 from devplace.graph.graph import OpGraph
 
 Progress = Callable[[str, int], None]
@@ -122,27 +124,36 @@ def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx
         )
     if step.host_state:
         _refuse_host_state(step, gm)
+        drop_last_results(gm.graph, len(step.left))
     return step, gm
 
 
 def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
-    """Refuse a step that would be another one after it has run: its plain values stay as they are.
+    """Refuse a step that would be another one after it has run: it keeps the values it read.
 
     Raises:
         CaptureError: Names the first of the values that running the step changes.
     """
     model = step.request.model
     again = Step(step.request, Tagger(model))
+    left = [t for _, now in step.host_state for t in tree_leaves(now) if _is_tensor(t)]
     with torch.inference_mode(False), undisturbed(model), step.with_host_state():
-        after = _trace(again, _fakes(again), again.tagger)
-    if not is_same_graph(gm, after):
+        try:
+            after = _trace(again, _fakes(again), again.tagger)
+        except CaptureError:
+            after = None
+    if after is None or not is_same_step(gm, after, left, step.steady_inputs(gm)):
         (variable, now), *_ = step.host_state
         raise CaptureError(
-            f"What a step computes must not depend on plain values that it changes: "
-            f"{variable.name} goes from {shown(variable.value)} to {shown(now)} in a step, and a "
-            f"captured step keeps the first. Keep it in a buffer (register_buffer), or pass it as "
-            f"an input tensor."
+            f"What a step computes must not depend on values that it changes: {variable.name} goes "
+            f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "
+            f"the first. Keep it in a buffer (register_buffer) that is there from the start, or "
+            f"pass it as an input tensor."
         )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _request(
@@ -163,7 +174,11 @@ def _request(
     mode = "train" if update is not None else without_update
     if mode == "inference" and batch.sizes:
         raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
-    call = model if mode == "inference" else loss_call(model, loss_fn)
+    is_cut = bool(batch.sizes)
+    call = model if mode == "inference" else loss_call(model, loss_fn, is_cut)
+    adds_up = is_cut and loss_fn is not None and is_torch_loss(loss_fn) and is_sum(loss_fn)
+    if is_cut and loss_fn is not None and is_torch_loss(loss_fn):
+        refuse_whole_target(batch)
     kind = _device_type(sources, batch.leaves, device)
     return Request(
         model,
@@ -177,6 +192,7 @@ def _request(
         kind,
         optimizer,
         loss_fn,
+        adds_up,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from devplace.graph.capture.analysis import (
 from devplace.graph.capture.refuse import describe_place, own_generator, refuse_written_input
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Input, Output, Request, Step, source_name
+from devplace.graph.capture.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program
 
@@ -276,6 +278,7 @@ def _program(
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,
         optimizer=request.optimizer,
+        loss_fn=request.loss_fn,
     )
 
 
@@ -294,19 +297,24 @@ def _trainable(request: Request) -> dict[str, bool]:
 def _fixed_values(step: Step, constants: Sequence[Any]) -> dict[str, Any]:
     """What the step read of plain values and of training flags; tensors if they are constants."""
     inside = {name for name, _ in step.request.model.named_modules()}
-    read = {n: dict(step.reads.values[n]) for n in inside}
-    modes = {n: values.pop("training") for n, values in read.items() if "training" in values}
     memories = {memory(value) for value in constants}
-    variables = [
-        v
-        for v in step.outside.variables
-        if id(v) not in step.changing
-        and (not isinstance(v.value, torch.Tensor) or memory(v.value) in memories)
-    ]
+
+    def used(part: Any) -> Any:
+        is_other = isinstance(part, torch.Tensor) and memory(part) not in memories
+        return ANYTHING if is_other else part
+
+    read = {
+        name: {key: mapped(used, value) for key, value in step.reads.values[name].items()}
+        for name in inside
+    }
+    modes = {n: values.pop("training") for n, values in read.items() if "training" in values}
+    variables = [v for v in step.outside.variables if id(v) not in step.changing]
+    variables += step.reads.variables(inside)
+    variables = [v for v in variables if used(v.value) is not ANYTHING]
     return {
         "modes": modes,
         "attributes": {name: values for name, values in read.items() if values},
-        "variables": (*variables, *step.reads.variables(inside)),
+        "variables": tuple(replace(v, value=mapped(used, v.value)) for v in variables),
     }
 
 

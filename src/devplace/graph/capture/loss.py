@@ -12,15 +12,23 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.chunk_loss import summed
 
 LossCall = Callable[..., Any]
 
 
-def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> LossCall:
+def loss_call(
+    model: torch.nn.Module, loss_fn: Callable[..., Any] | None, is_cut: bool = False
+) -> LossCall:
     """Function of a batch's `(*args, **kwargs)` to what the loss function returns.
 
     A torch function or an `nn.Module` is applied to the output and the last positional input;
     any other function gets `(model, *args, **kwargs)`; without one, the model gives the loss.
+
+    Args:
+        model: The model.
+        loss_fn: As the user gave it.
+        is_cut: Whether the batch is cut into chunks: cross entropy then gives a sum and a weight.
     """
     if loss_fn is None:
         return lambda *args, **kwargs: _loss_of_output(model(*args, **kwargs))
@@ -33,7 +41,7 @@ def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> Los
             f"loss_fn must be a function or an instance, got the class {loss_fn.__name__}. Pass "
             f"{loss_fn.__name__}()."
         )
-    if not _is_torch_loss(loss_fn):
+    if not is_torch_loss(loss_fn):
         return lambda *args, **kwargs: _own_loss(loss_fn, model, args, kwargs)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -42,8 +50,9 @@ def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> Los
                 "A torch loss needs the target as last positional input, but the example inputs "
                 "are all keywords. Write loss_fn(model, **inputs) yourself."
             )
-        return loss_fn(model(*args[:-1], **kwargs), args[-1])
+        return chunk_loss(model(*args[:-1], **kwargs), args[-1])
 
+    chunk_loss = summed(loss_fn) if is_cut else loss_fn
     return apply
 
 
@@ -86,7 +95,8 @@ def _not_of_model(what: str, num_args: int, kwargs: Mapping[str, Any]) -> Captur
     )
 
 
-def _is_torch_loss(loss_fn: Callable[..., Any]) -> bool:
+def is_torch_loss(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function is applied to the model's output and the target."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
     if isinstance(loss_fn, torch.nn.Module):

@@ -12,6 +12,7 @@ _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 _STORE = ("STORE_FAST", "STORE_DEREF", "STORE_NAME")
 _VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _CONSTANT = ("LOAD_CONST", "LOAD_SMALL_INT")
+_OF_ALL = ("vars", "asdict", "astuple", "copy", "deepcopy")
 _NO_MATTER = ("COPY", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "SWAP")
 
 
@@ -27,7 +28,13 @@ class Perhaps(NamedTuple):
     key: str
 
 
-Part = str | Item | Perhaps
+class Every(NamedTuple):
+    """All attributes, as in `vars(args)` or `getattr(args, name)`."""
+
+    of: str = "all"
+
+
+Part = str | Item | Perhaps | Every
 Named = tuple[str, str, list[Part]]
 
 
@@ -85,7 +92,7 @@ class _Reading:
                 if is_alias:
                     self._known[steps[at].argval] = current
                 if not (is_alias and _is_owner(current)) and not _is_written_to(steps, at):
-                    yield current
+                    yield _with_every_last(current)
             current = self._root(at)
             at += 1
         for constant in self._code.co_consts:
@@ -107,6 +114,8 @@ class _Reading:
         kind, name, path = known or ("local" if is_local else "variable", name, [])
         if at and self._steps[at - 1].argval in ("getattr", "hasattr"):
             return (kind, name, [*path, Perhaps("")])  # its name comes next
+        if at and self._steps[at - 1].argval in _OF_ALL:
+            return (kind, name, [*path, Every()])
         return (kind, name, list(path))
 
     def _of_inner(self, constant: types.CodeType) -> Iterator[Named]:
@@ -122,6 +131,14 @@ class _Reading:
                 yield (kind, name, path)
 
 
+def _with_every_last(current: Named) -> Named:
+    """`vars` and its like are named before what they are given."""
+    kind, name, path = current
+    if Every() not in path:
+        return current
+    return (kind, name, [*(part for part in path if part != Every()), Every()])
+
+
 def _is_owner(current: Named) -> bool:
     """Whether nothing but an argument or a module is read."""
     return current[0] != "variable" and not current[2]
@@ -132,9 +149,9 @@ def _taken(steps: list[_Op], at: int, path: list[Part]) -> int:
     step = steps[at]
     if Perhaps("") in path and (step.opname in _CONSTANT or step.opname not in _ATTRIBUTE):
         path.remove(Perhaps(""))
-        if step.opname in _CONSTANT and isinstance(step.argval, str):
-            path.append(Perhaps(step.argval))
-            return 1
+        is_name = step.opname in _CONSTANT and isinstance(step.argval, str)
+        path.append(Perhaps(step.argval) if is_name and _is_argument(steps, at) else Every())
+        return int(is_name)
     if step.opname in _ATTRIBUTE:
         path.append(step.argval)
         return 1
@@ -148,6 +165,15 @@ def _taken(steps: list[_Op], at: int, path: list[Part]) -> int:
         path[-1] = Item(step.argval)
         return 1
     return 0
+
+
+def _is_argument(steps: list[_Op], at: int) -> bool:
+    """Whether a constant is passed as it is, with or without a default; not `"w" + str(k)`."""
+    after = at + 1
+    while after + 1 < len(steps) and steps[after].opname.startswith("LOAD"):
+        after += 1
+    is_call = steps[after].opname.startswith("CALL")
+    return is_call and steps[after].argval == (2 if after == at + 1 else 3)
 
 
 def _is_key(value: Any) -> bool:

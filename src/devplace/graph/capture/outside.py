@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 
-from devplace.graph.capture.names import Item, Part, Perhaps, named
-from devplace.graph.capture.reads import NOTHING, Variable, enclosed, is_function, is_plain, kept
+from devplace.errors import CaptureError
+from devplace.graph.capture.names import Every, Item, Part, Perhaps, named
+from devplace.graph.capture.reads import Variable, enclosed
 from devplace.graph.capture.sources import CONTAINERS, restore
 from devplace.graph.capture.tags import is_user_file
+from devplace.graph.capture.values import NOTHING, is_function, is_kept, is_plain, kept
 
 _MOST_PARTS = 1000
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "gt")
+_CALLED_BY_PYTHON = (
+    *("__call__", "__float__", "__int__", "__bool__", "__index__", "__neg__", "__abs__"),
+    *("__len__", "__iter__", "__next__", "__getitem__", "__contains__", "__enter__"),
+    *(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r")),
+)
 _CACHE = type(functools.lru_cache(lambda: None))
 
 
@@ -61,6 +69,7 @@ def find_outside(model: torch.nn.Module, loss_fn: Any) -> Outside:
         walk.visit("loss_fn", loss_fn)
     for module in model.modules():
         walk.forward_of(module)
+    walk.follow_modules(model)
     walk.follow_passed()
     return walk.found
 
@@ -115,14 +124,37 @@ class _Walk:
             self._write(value)
             for part in value.values() if isinstance(value, dict) else value:
                 self.visit(name, part)
-        elif isinstance(vars(type(value)).get("__call__"), types.FunctionType):
-            self._function(vars(type(value))["__call__"], value)
-        elif type(getattr(value, "__dict__", None)) is dict and not _is_package(value):
+        elif not _is_package(value):
+            self._object(name, value)
+
+    def _object(self, name: str, value: Any) -> None:
+        """Follow what Python calls for `value(...)`, `float(value)`, `value * 2` and the like.
+
+        Raises:
+            CaptureError: It is an iterator, which would give its next item at capture only.
+        """
+        kind = type(value)
+        is_known = kind.__module__.partition(".")[0] in ("builtins", "itertools", "torch")
+        if is_known and hasattr(kind, "__next__"):
+            raise _draws_from_iterator(name, kind)
+        functions = {n: inspect.getattr_static(kind, n, None) for n in _CALLED_BY_PYTHON}
+        functions = {n: f for n, f in functions.items() if isinstance(f, types.FunctionType)}
+        for function in functions.values():
+            self._function(function, value)
+        if type(getattr(value, "__dict__", None)) is dict and "__call__" not in functions:
             self._passed.append((name, value))
 
     def _read_unknown(self, path: list[Part]) -> None:
         if path and path not in self._of_arguments:
             self._of_arguments.append(path)
+
+    def follow_modules(self, model: torch.nn.Module) -> None:
+        """Modules are passed on, too: `helper(self, x)` may read `self.config.factor`."""
+        paths = [path for path in self._of_arguments if len(path) > 1]
+        for name, module in model.named_modules():
+            for path in paths:
+                if path[0] in vars(module):
+                    self._follow(name or "model", None, "", module, path)
 
     def follow_passed(self) -> None:
         """Objects that are passed on are read as functions read their arguments.
@@ -197,6 +229,9 @@ class _Walk:
         """The attributes and items named one after another, as far as they can be looked up."""
         at = Variable(name, holder, key, value)
         for index, part in enumerate(path):
+            if isinstance(part, Every):
+                self._every(at)
+                break
             if isinstance(at.value, dict) and part in ("items", "keys", "values", "copy"):
                 break
             if isinstance(part, Item) and not isinstance(at.value, Mapping):
@@ -208,10 +243,25 @@ class _Walk:
                 return
             at = after
         is_absent = at.value is NOTHING and bool(path) and not isinstance(path[-1], str)
-        if at.holder is not None and (is_absent or _is_kept(at.value)):
+        if at.holder is not None and (is_absent or is_kept(at.value)):
             self._keep(replace(at, value=kept(at.value)))
         if not is_plain(at.value):
             self.visit(at.name, at.value)
+
+    def _every(self, at: Variable) -> None:
+        """All attributes of an object, and of objects in it; modules are left to `Reads`."""
+        value, names = at.value, getattr(at.value, "__dict__", None)
+        is_left = isinstance(value, (types.ModuleType, torch.nn.Module, types.FunctionType, type))
+        if type(names) is not dict or is_left or ("every", id(value)) in self._seen:
+            return
+        self._seen.add(("every", id(value)))
+        self._write(names)
+        for key, found in names.items():
+            part = Variable(f"{at.name}.{key}", names, key, kept(found), above=at)
+            if is_kept(found):
+                self._keep(part)
+            else:
+                self._every(part)
 
     def _item(self, at: Variable, part: Item) -> Variable:
         self._write(at.value)
@@ -247,7 +297,9 @@ class _Walk:
         if not isinstance(value, torch.nn.Module) or part not in vars(value):
             return False
         found = vars(value)[part]
-        if not is_plain(found) and not is_function(found):
+        if is_function(found):
+            self._function(found)
+        elif not is_plain(found):
             return False
         if id(value) not in self._inside and value not in self.found.modules.values():
             self.found.modules[name] = value  # one whose method is the loss function, say
@@ -287,9 +339,12 @@ class _Walk:
             self._kept.append(variable.holder)
 
 
-def _is_kept(value: Any) -> bool:
-    is_torchs = isinstance(value, (torch.nn.Module, torch.Tensor))
-    return is_torchs or is_plain(value) or is_function(value)
+def _draws_from_iterator(name: str, kind: type) -> CaptureError:
+    return CaptureError(
+        f"A step must not draw from an iterator: {name!r} is a {kind.__name__}, whose next item "
+        f"would be taken at capture and never again. Take the item outside of the step and pass "
+        f"it as an input tensor."
+    )
 
 
 def _behind(found: Any) -> Callable[..., Any] | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.node import map_arg
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
@@ -39,9 +38,11 @@ def unwrap(model: Any) -> torch.nn.Module:
     if isinstance(inner, torch.nn.Module):
         model = inner
     if not isinstance(model, torch.nn.Module):
+        way = "Wrap the function in a module."
+        if isinstance(model, torch.export.ExportedProgram):
+            way = "Pass its module: exported.module()."
         raise CaptureError(
-            f"The model must be a torch.nn.Module, got {type(model).__name__}. Wrap the function "
-            f"in a module."
+            f"The model must be a torch.nn.Module, got {type(model).__name__}. {way}"
         )
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
@@ -76,12 +77,10 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
         if _is_under(error.__traceback__, os.path.join("torch", "distributions")):
             return CaptureError(_checked_arguments(where))
         return CaptureError(_value_read(where, owner))
+    if "NestedTensor" in text or "_nested_" in text:
+        return _nested(where)
     if name == "UnsupportedOperatorException" or "no fake impl" in text or "'Meta'" in text:
-        op = _op_name(text)
-        return CaptureError(
-            f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
-            f"Register one: @torch.library.register_fake({op!r})."
-        )
+        return _without_fake(_op_name(text), where)
     if "torch._C.Generator" in text:  # torch 2.11; later ones make it an attribute of the graph
         return own_generator(where)
     if "backward through the graph a second time" in text:
@@ -93,6 +92,21 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
     return CaptureError(
         f"The step failed while it was captured at {where}: {name}: {first}. Check that it runs "
         f"eagerly on the example inputs."
+    )
+
+
+def _nested(where: str) -> CaptureError:
+    return CaptureError(
+        f"Nested tensors cannot be captured: {where} makes one, as nn.TransformerEncoder does of a "
+        f"padding mask in eval mode. Use masks over padded tensors; make the encoder with "
+        f"enable_nested_tensor=False."
+    )
+
+
+def _without_fake(op: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"A custom operator needs a fake kernel to be captured: {op} at {where} has none. "
+        f"Register one: @torch.library.register_fake({op!r})."
     )
 
 
@@ -286,29 +300,6 @@ def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
                 f"list made outside of the step. Take it from the model there: "
                 f"model.get_parameter({name!r}), or model.parameters()."
             )
-
-
-def is_same_graph(one: torch.fx.GraphModule, other: torch.fx.GraphModule) -> bool:
-    """Whether two traces have the same operations on the same numbers."""
-
-    def lines(gm: torch.fx.GraphModule) -> list[str]:
-        place = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}  # names vary
-        rows = ((n, *map_arg((n.args, n.kwargs), place.__getitem__)) for n in gm.graph.nodes)
-        return [
-            f"{n.op} {n.target if n.op == 'call_function' else ''} {args} {kwargs}"
-            for n, args, kwargs in rows
-        ]
-
-    def constants(gm: torch.fx.GraphModule) -> list[Any]:
-        return [getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"]
-
-    pairs = zip(constants(one), constants(other), strict=False)
-    return lines(one) == lines(other) and all(a is b or _is_equal(a, b) for a, b in pairs)
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return tensors and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:

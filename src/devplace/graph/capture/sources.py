@@ -199,9 +199,12 @@ class Slots:
             for container, key in places:
                 container[key] = tensor
 
-    def get(self) -> list[torch.Tensor]:
-        """What is in the first place of each source now."""
-        return [places[0][0][places[0][1]] for places in self._places]
+    def get(self) -> list[Any]:
+        """What is in the first place of each source now; None if it is empty."""
+        return [
+            container[key] if isinstance(container, list) else container.get(key)
+            for (container, key), *_ in self._places
+        ]
 
 
 def _attribute_containers(module: torch.nn.Module) -> list[Any]:

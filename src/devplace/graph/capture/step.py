@@ -9,21 +9,19 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.analysis import results
+from devplace.graph.capture.assigned import data_written, refuse_other_buffers
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
 from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.outside import find_outside, left_alone
-from devplace.graph.capture.reads import (
-    Reads,
-    Variable,
-    differs,
-    is_made_of_nothing,
-    with_values,
-)
+from devplace.graph.capture.reads import Reads, Variable
 from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
 from devplace.graph.capture.tags import Tagger
+from devplace.graph.capture.values import differs, is_made_of_nothing, with_values
 from devplace.graph.graph import ResultRole
 from devplace.graph.program import BindingKind, Constant
 
@@ -64,6 +62,7 @@ class Request:
         device_type: torch device type to capture for.
         optimizer: The user's optimizer, kept for the program.
         loss_fn: As the user gave it.
+        adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
     """
 
     model: torch.nn.Module
@@ -77,6 +76,7 @@ class Request:
     device_type: str = "cpu"
     optimizer: Any = None
     loss_fn: Any = None
+    adds_up: bool = False
 
 
 @dataclass
@@ -86,7 +86,9 @@ class Step:
     Attributes:
         outside: What its functions reach beside the model.
         reads: Attributes that its modules read.
-        host_state: Plain values that running it changes, with what they become.
+        host_state: Values that running it changes and that it may read, with what they become
+            (tensors as zeros); empty if these are caches of what never changes.
+        left: Tensors in `host_state`, which the trace has as further outputs.
         changing: `id` of variables that running it changes.
     """
 
@@ -99,6 +101,7 @@ class Step:
     install: Callable[[], None] = lambda: None
     replaced_attributes: list[str] = field(default_factory=list)
     host_state: list[tuple[Variable, Any]] = field(default_factory=list)
+    left: Tensors = field(default_factory=list)
     changing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -130,10 +133,11 @@ class Step:
             heads, grads, now = self._run_unchanged(given)
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
+        refuse_other_buffers(given["buffer"], buffers)
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
-        return [*heads, *changed, *given["input"].values()]
+        return [*heads, *changed, *given["input"].values(), *self.left]
 
     def _run_unchanged(
         self, given: dict[str, dict[Any, torch.Tensor]]
@@ -141,7 +145,13 @@ class Step:
         """Heads, gradients, and what the sources are then; modules and variables are put back."""
         model = self.request.model
         modules = [*model.modules(), *self.outside.modules.values()]
-        with self.tagger.module_hooks(), unchanged(modules), self.reads.followed():
+        sources = given["parameter"] | given["buffer"]
+        with (
+            self.tagger.module_hooks(),
+            unchanged(modules),
+            self.reads.followed(),
+            data_written(sources),
+        ):
             slots = Slots(model, self.request.sources, self.outside.modules.values())
             slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
             heads, grads = self._run(given)
@@ -155,15 +165,23 @@ class Step:
         return {f"{name}, outside the model": m for name, m in self.outside.modules.items()}
 
     def _note_host_state(self) -> None:
-        """Plain values that are other ones now; variables are put back, modules have been."""
-        self.host_state = self.reads.changed
+        """Values that are other ones now; variables are put back, modules have been."""
+        found, changed = list(self.reads.changed), []
         for variable in self.outside.variables:
             now = variable.present()
-            if not differs(now, variable.value):
-                continue
-            self.changing.add(id(variable))
-            if not isinstance(variable.value, torch.Tensor) and not is_made_of_nothing(now):
-                self.host_state.append((variable, with_values(now)))
+            if differs(now, variable.value):
+                self.changing.add(id(variable))
+                changed.append(variable)
+                if not isinstance(variable.value, torch.Tensor):
+                    found.append((variable, now))
+        caches = [is_made_of_nothing(now) for _, now in found]
+        if not all(caches):
+            pairs = sorted(zip(caches, found, strict=True), key=lambda pair: pair[0])
+            found = [pair for _, pair in pairs] + self.reads.left
+            self.host_state = [(variable, with_values(now)) for variable, now in found]
+            leaves = pytree.tree_leaves([now for _, now in found])
+            self.left = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        for variable in changed:
             variable.put(variable.value)
 
     @contextlib.contextmanager
@@ -176,6 +194,17 @@ class Step:
         finally:
             for variable, _ in self.host_state:
                 variable.put(variable.value)
+
+    def steady_inputs(self, gm: torch.fx.GraphModule) -> set[int]:
+        """Places of parameters, buffers and constants that the traced step leaves as they are."""
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        kinds = ("parameter", "buffer")
+        same = {
+            out.replaces
+            for out, node in zip(self.outputs, results(gm), strict=False)
+            if out.role in kinds and node is inputs[out.replaces]
+        }
+        return same | {k for k, entry in enumerate(self.inputs) if entry.kind == "constant"}
 
     def _by_kind(self, flat: Sequence[torch.Tensor]) -> dict[str, dict[Any, torch.Tensor]]:
         kinds = ("parameter", "buffer", "state", "input", "constant", "scalar")
@@ -304,7 +333,7 @@ class Step:
     def _mean(
         self, chunks: list[list[Any]], first: torch.Tensor, wanted: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss = sum of loss_i * rows_i / rows."""
+        """Loss = sum of loss_i * rows_i / rows; of losses that add up, sum of loss_i."""
         if len(chunks) == 1:
             return first, self._backward([first], [None], wanted, {})
         sizes = self.request.batch.sizes
@@ -312,7 +341,7 @@ class Step:
         total = None
         for index, leaves in enumerate(chunks):
             loss = first if index == 0 else self._forward(index, leaves)[0]
-            share = sizes[index] / sum(sizes)
+            share = 1.0 if self.request.adds_up else sizes[index] / sum(sizes)
             with self._owned("", "forward"):
                 part = loss.detach() * share
                 total = part if total is None else total + part

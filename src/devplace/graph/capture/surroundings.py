@@ -71,6 +71,7 @@ def trace_settings(device_type: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a")
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             # A compiled function called during a trace runs as it is, instead of raising.

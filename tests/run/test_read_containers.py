@@ -1,0 +1,240 @@
+"""A step sees changes in what its functions read as a whole, and in what they pass on."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from devplace.errors import CaptureError, PlanMismatchError
+from tests.run.placed import at_random, make_step, sgd
+
+Case = tuple[Any, Callable[[], Any], str]
+
+
+def plain(model: Any, x: Any, y: Any) -> Any:
+    return F.cross_entropy(model(x), y)
+
+
+def batch() -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    return torch.randn(6, 4), torch.randint(0, 3, (6,))
+
+
+def made(loss: Any, model: Any = None) -> Any:
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return make_step(model, batch(), loss, sgd(list(model.parameters())), at_random(0))
+
+
+@dataclasses.dataclass
+class Options:
+    """What a loss is made of."""
+
+    beta: float = 1.0
+    inner: Any = None
+
+
+class Schedule:
+    """A number that follows a count, used as a number."""
+
+    def __init__(self) -> None:
+        self.count = 1
+
+    def __float__(self) -> float:
+        return float(self.count)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.count * other
+
+
+def long_list() -> Case:
+    """More numbers than fit a message, of which one is read."""
+    weights, k = [1.0] * 500, 7
+    return (
+        lambda m, x, y: plain(m, x, y) * weights[k],
+        lambda: weights.__setitem__(7, 2.0),
+        "'weights[7]' is 2.0, the step was captured with 1.0",
+    )
+
+
+def variable_key() -> Case:
+    """An item by a key that is no constant, beside a tensor."""
+    weights, key = {"kl": 1.0, "mask": torch.ones(3)}, "kl"
+    return (
+        lambda m, x, y: plain(m, x, y) * weights[key],
+        lambda: weights.update(kl=2.0),
+        "\"weights['kl']\" is 2.0",
+    )
+
+
+def queue() -> Case:
+    """The last entry of a queue."""
+    recent = collections.deque([1.0], maxlen=3)
+    return lambda m, x, y: plain(m, x, y) * recent[-1], lambda: recent.append(2.0), "'recent'"
+
+
+def array() -> Case:
+    """A table of NumPy's that a constant is made of."""
+    table = np.ones((100, 3), dtype=np.float32)
+    return (
+        lambda m, x, y: plain(m, x, y) * torch.from_numpy(table).mean(),
+        lambda: table.fill(2.0),
+        "'table'",
+    )
+
+
+def terms() -> Case:
+    """Pairs of a weight and a function."""
+    pairs = [(1.0, plain), (0.5, lambda m, x, y: m(x).square().mean())]
+    return (
+        lambda m, x, y: sum(w * term(m, x, y) for w, term in pairs),
+        lambda: pairs.__setitem__(1, (3.0, pairs[1][1])),
+        "'pairs[1][0]' is 3.0",
+    )
+
+
+def tensors() -> Case:
+    """A tensor put in place of another one in a dict that is read as a whole."""
+    parts = {"a": torch.ones(()), "b": torch.ones(())}
+    return (
+        lambda m, x, y: plain(m, x, y) * sum(parts.values()),
+        lambda: parts.update(b=torch.tensor(3.0)),
+        "\"parts['b']\" is another one",
+    )
+
+
+def by_name() -> Case:
+    """An attribute whose name is made while the step runs."""
+    options, k = SimpleNamespace(beta1=1.0, comment="a"), 1
+    return (
+        lambda m, x, y: plain(m, x, y) * getattr(options, f"beta{k}"),
+        lambda: setattr(options, "beta1", 2.0),
+        "'options.beta1' is 2.0",
+    )
+
+
+def unpacked() -> Case:
+    """All attributes of an object as a dict."""
+    options = Options()
+    return (
+        lambda m, x, y: plain(m, x, y) * vars(options)["beta"],
+        lambda: setattr(options, "beta", 2.0),
+        "'options.beta' is 2.0",
+    )
+
+
+def as_dict() -> Case:
+    """All attributes of an object in an object."""
+    options = Options(inner=Options())
+    return (
+        lambda m, x, y: plain(m, x, y) * dataclasses.asdict(options)["inner"]["beta"],
+        lambda: setattr(options.inner, "beta", 2.0),
+        "'options.inner.beta' is 2.0",
+    )
+
+
+def as_number() -> Case:
+    """An object that is made a number."""
+    schedule = Schedule()
+    return (
+        lambda m, x, y: plain(m, x, y) * float(schedule),
+        lambda: setattr(schedule, "count", 2),
+        "'self.count' is 2",
+    )
+
+
+def multiplied() -> Case:
+    """An object that multiplies."""
+    schedule = Schedule()
+    return (
+        lambda m, x, y: schedule * plain(m, x, y),
+        lambda: setattr(schedule, "count", 2),
+        "'self.count' is 2",
+    )
+
+
+CASES = (long_list, variable_key, queue, array, terms, tensors, by_name, unpacked, as_dict)
+CASES += (as_number, multiplied)
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_a_part_that_changes_is_named(make: Callable[[], Case]) -> None:
+    """Whatever it is a part of; eager mode would compute something else."""
+    loss, change, message = make()
+    step = made(loss)
+    step(*batch())
+    change()
+    with pytest.raises(PlanMismatchError, match="fixed at capture") as caught:
+        step(*batch())
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 900
+
+
+class Scaled(nn.Module):
+    """Multiplies by plain attributes of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.tensor = torch.ones(3)
+        self.tensors = [torch.ones(3)]
+        self.named = {"a": torch.ones(3), "unused": torch.ones(3)}
+        self.pair = (torch.ones(3), "x")
+        self.functions = {"act": F.relu}
+        self.table = np.ones(3, dtype=np.float32)
+        self.config = SimpleNamespace(factor=1.0, epoch=0)
+        self.helper = helper
+
+    def forward(self, x: Any) -> Any:
+        h = self.layer(x) * self.tensor * self.tensors[0] * self.named["a"] * self.pair[0]
+        return self.helper(self, self.functions["act"](h) * torch.from_numpy(self.table))
+
+
+def helper(module: Any, x: Any) -> Any:
+    """Reads an object of the module that it is given."""
+    return x * module.config.factor
+
+
+TWOS = np.full(3, 2.0, dtype=np.float32)
+CHANGES = {
+    "tensor": lambda m: setattr(m, "tensor", torch.ones(3) * 2),
+    "tensors[0]": lambda m: m.tensors.__setitem__(0, torch.ones(3) * 2),
+    "named['a']": lambda m: m.named.update(a=torch.ones(3) * 2),
+    "pair[0]": lambda m: setattr(m, "pair", (torch.ones(3) * 2, "x")),
+    "functions['act']": lambda m: m.functions.update(act=F.gelu),
+    "table": lambda m: setattr(m, "table", TWOS),
+    "factor": lambda m: setattr(m.config, "factor", 2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_module_holds_in_plain_attributes_must_stay(name: str) -> None:
+    """Tensors and functions in lists, dicts and tuples, and what a helper reads of a module."""
+    model = Scaled()
+    step = made(plain, model)
+    model.config.epoch = 1
+    model.named["unused"] = torch.zeros(3)
+    model.named["new"] = torch.zeros(3)
+    step(*batch())
+    CHANGES[name](model)
+    with pytest.raises(PlanMismatchError, match="fixed at capture") as caught:
+        step(*batch())
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("made_of", [iter, lambda items: (each for each in items), enumerate])
+def test_iterators_are_refused(made_of: Any) -> None:
+    """Their next item would be taken at capture, and never again."""
+    items = made_of([1.0, 2.0])
+    with pytest.raises(CaptureError, match="must not draw from an iterator: 'items' is a"):
+        made(lambda m, x, y: plain(m, x, y) * len(str(next(items))))
+    assert next(items) in (1.0, (0, 1.0))
