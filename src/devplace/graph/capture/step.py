@@ -64,6 +64,7 @@ class Request:
         device_type: torch device type to capture for.
         optimizer: The user's optimizer, kept for the program.
         loss_fn: As the user gave it.
+        stack_gradients: Whether products of a weight's gradient are stacked.
     """
 
     model: torch.nn.Module
@@ -77,6 +78,7 @@ class Request:
     device_type: str = "cpu"
     optimizer: Any = None
     loss_fn: Any = None
+    stack_gradients: bool = False
 
 
 @dataclass
