@@ -1,8 +1,8 @@
 """One product for the gradient of a weight that is used many times, as in unrolled recurrent nets.
 
-Autograd makes a product for every use and adds them up: of a step of NMT-4 (4 layers of 1024 units,
-40 steps) on an H200 products and sums of that kind take 9.9 ms and their additions 14.3 ms, of 53.4.
-One product of all rows, stacked, is what cuDNN does for its own recurrent layers.
+Autograd makes a product for every use and adds them up. Of 53.4 ms of a step of NMT-4 on an H200
+such products and sums take 9.9 and their additions 14.3. One product of all rows, stacked, is what
+cuDNN does for its own recurrent layers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _is_sum(node: Node) -> bool:
     """Whether a node adds up two gradients."""
     if node.target is not aten.add.Tensor or node.kwargs or node.meta["tag"].stage != "backward":
         return False
-    return len(node.args) == 2 and all(isinstance(arg, Node) for arg in node.args)
+    return len(node.args) == 2 and all(isinstance(arg, torch.fx.Node) for arg in node.args)
 
 
 def _is_inner(node: Node) -> bool:
@@ -76,7 +76,7 @@ def _leaves(root: Node) -> Iterator[Node]:
     todo = list(reversed(root.args))
     while todo:
         node = todo.pop()
-        if isinstance(node, Node) and _is_inner(node):
+        if isinstance(node, torch.fx.Node) and _is_inner(node):
             todo += reversed(node.args)
         else:
             yield node
@@ -163,7 +163,8 @@ def _pays(terms: Sequence[_Term]) -> bool:
     copied = sum(
         part.meta["val"].numel() for term in terms for part in (term.rows, term.other) if part
     )
-    return copied < (len(terms) - 1) * int(terms[0].call.meta["val"].numel())
+    added = (len(terms) - 1) * int(terms[0].call.meta["val"].numel())
+    return bool(copied < added)
 
 
 def _one_call(
@@ -200,7 +201,7 @@ def _one_call(
 
 
 def _value(arg: Any) -> Any:
-    return arg.meta["val"] if isinstance(arg, Node) else arg
+    return arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg
 
 
 def _call(
