@@ -5,7 +5,8 @@ Every plan that is measured is kept with its order, so that predictions can be m
 other constants (`experiments/gpu/predict.py`). Only one process at a time measures (GPU_LOCK).
 
 Run: `python -m experiments.gpu.plans WORKLOAD --out FOLDER [--number-format bf16] [--layers N]
-[--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30] [--trace]`.
+[--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30] [--trace]
+[--stack-gradients]`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Bench:
         self.arrays: dict[str, Any] = {}
         self.begin = time.perf_counter()
         self.data: dict[str, Any] = {
-            "workload": options.workload,
+            "workload": options.workload + (" stacked" if options.stack_gradients else ""),
             "number_format": options.number_format,
             "layers": options.layers,
             "batch": options.batch,
@@ -113,6 +114,7 @@ class Bench:
             self.optimizer,
             count,
             autocast=torch.bfloat16 if self.options.number_format == "bf16" else None,
+            stack_gradients=self.options.stack_gradients,
             name=self.options.workload,
         )
         seconds = {"capture": time.perf_counter() - begin}
@@ -326,6 +328,7 @@ def main() -> None:
         "--together", type=int, default=1, help="processes that plan before any measures"
     )
     parser.add_argument("--seconds", type=float, default=0.6)
+    parser.add_argument("--stack-gradients", action="store_true")
     parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()
     options.tag = options.tag or f"{options.workload}-{options.number_format}"

@@ -41,6 +41,8 @@ def steps(counts: Sequence[int]) -> dict[str, list[str]]:
     for name in WORKLOADS:
         best = "5" if name == "nmt-4" else "1"
         found[name] = [name, "--gpus", all_counts, "--best", best]
+    for name in ("rnnlm", "nmt-4", "gnmt-4"):
+        found[f"{name}-stacked"] = [*found[name][:-1], "1", "--stack-gradients"]
     for name in BF16_WORKLOADS:
         bf16 = [name, "--number-format", "bf16", "--best", "1"]
         found[f"{name}-bf16"] = [*bf16, "--gpus", all_counts]
