@@ -13,6 +13,7 @@ import click
 
 from devplace import placers
 from devplace.cli.imported import refuse_running
+from devplace.cli.plan_files import with_folder
 from devplace.cli.session import (
     Request,
     Session,
@@ -75,7 +76,7 @@ class Outputs:
     def write(self, result: Result, rows: Sequence[Result | Skipped] = ()) -> None:
         """Write what was asked for; a plan only if it fits."""
         if self.plan is not None and result.is_feasible:
-            result.plan.save(self.plan)
+            with_folder(result.plan, self.plan).save(self.plan)
         if self.html is not None:
             from devplace.report import save_html_report
 

@@ -77,7 +77,7 @@ def run(
 ) -> RunOutcome:
     """Execute a plan and compare it with the unplaced step."""
     plan = load_plan(path)
-    session = reopen(plan, machine, with_values=True)
+    session = reopen(plan, path, machine, with_values=True)
     from devplace.run import check_plan
 
     problem = session.problem
@@ -217,6 +217,6 @@ def explain(path: Path, machine: str | None) -> ExplainOutcome:
     from devplace import report
 
     plan = load_plan(path)
-    timeline = plan.timeline(reopen(plan, machine).problem)
+    timeline = plan.timeline(reopen(plan, path, machine).problem)
     loads = report.plan_load_lines(plan, timeline.problem)
     return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))

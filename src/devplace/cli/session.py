@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from devplace.cli.imported import is_imported, read_graph, refuse_running
+from devplace.cli.plan_files import PlanFiles, model_file
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
@@ -82,11 +83,11 @@ class Request:
         )
 
     @classmethod
-    def from_plan(cls, plan: Plan, machine: str | None) -> Request:
-        """The request a plan file was made with.
+    def from_plan(cls, plan: Plan, path: Path, machine: str | None) -> Request:
+        """The request that the plan file at `path` was made with, its files as found from here.
 
         Raises:
-            PlanError: The plan was not made by the command line.
+            PlanError: The plan was not made by the command line, or a file it names is gone.
         """
         try:
             made = msgspec.structs.asdict(msgspec.convert(plan.request, _Made))
@@ -95,12 +96,13 @@ class Request:
                 f"The plan does not say how it was made ({error}). Only plans written by "
                 f"`devplace plan` or `devplace compare` can be used here; make it again."
             ) from error
-        return cls(**{**made, "machine": machine or made["machine"]})
+        files = PlanFiles(path, made.pop("folder"))
+        made["machine"] = machine or files.machine(made["machine"])
+        return cls(**{**made, "model": files.model(made["model"])})
 
     def files(self) -> tuple[Path, ...]:
         """The user's files it names: the model's and the machine's."""
-        model = self.model if is_imported(self.model) else self.model.rpartition(":")[0]
-        names = (model, self.machine)
+        names = (model_file(self.model), self.machine)
         return tuple(Path(name) for name in names if os.path.isfile(name))
 
     def as_json(self) -> dict[str, Any]:
@@ -122,6 +124,7 @@ class _Made(msgspec.Struct):
     exclude: tuple[str, ...]
     device: str = "cpu"
     objective: str = "latency"
+    folder: str | None = None
 
 
 def check_output(what: str, output: Path, inputs: Iterable[Path] = ()) -> None:
@@ -304,15 +307,15 @@ def _prints_on_stderr() -> Iterator[None]:
         yield
 
 
-def reopen(plan: Plan, machine: str | None, *, with_values: bool = False) -> Session:
-    """The session a plan was made in, checked against the plan.
+def reopen(plan: Plan, path: Path, machine: str | None, *, with_values: bool = False) -> Session:
+    """The session that the plan at `path` was made in, checked against the plan.
 
     Raises:
         PlanMismatchError: Model or machine has changed since.
     """
     from devplace.machine import load_machine
 
-    request = Request.from_plan(plan, machine)
+    request = Request.from_plan(plan, path, machine)
     check_devices(plan, load_machine(request.machine))  # before its pins and limits are read
     session = open_session(request, with_values=with_values)
     plan.check(session.problem)

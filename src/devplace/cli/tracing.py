@@ -68,7 +68,7 @@ def trace(path: Path, output: Path, machine: str | None, with_deviations: bool) 
             f"Deviations need a measured timeline of this plan. First: devplace run {path}"
         )
     check_output("a trace", output, (path, measured_path(path)))
-    session = reopen(plan, machine)
+    session = reopen(plan, path, machine)
     refuse_overwriting(output, session.request.files())
     from devplace import report
     from devplace.run.schedule import make_schedule

@@ -18,9 +18,15 @@ __all__ = [
     "channels_of",
     "detect",
     "load_machine",
+    "looks_like_file",
     "presets",
     "toml",
 ]
+
+
+def looks_like_file(text: str) -> bool:
+    """Whether a machine's name can only be that of a file."""
+    return text.endswith(".toml") or "/" in text or "\\" in text
 
 
 def load_machine(name_or_path: str | Path) -> Machine:
@@ -38,8 +44,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
     text = str(name_or_path)
     if text == "detect":
         return detect()
-    looks_like_file = text.endswith(".toml") or "/" in text or "\\" in text
-    if looks_like_file or isinstance(name_or_path, Path) or os.path.isfile(text):
+    if looks_like_file(text) or isinstance(name_or_path, Path) or os.path.isfile(text):
         return toml.load(text)
     try:
         return presets.get(text)

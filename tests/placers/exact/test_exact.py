@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.strategies import random_problem, tiny_case
 
 from devplace.errors import InfeasibleError, InputError
-from devplace.placers import Budget, Exact, Search, place
+from devplace.placers import Budget, Evaluator, Exact, Result, Search, Single, place
+from devplace.placers.exact import exact
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.testing import (
@@ -190,3 +192,78 @@ def test_times_too_long_for_the_model_prove_nothing() -> None:
     result = place(problem, Exact(), BUDGET)
     assert result.status == "feasible"
     assert result.step_ns == place(problem, Search(), BUDGET).step_ns
+
+
+def refused(result: Result, reason: str) -> bool:
+    """Whether the result says that no model was solved, for this reason, and spent the budget."""
+    (note,) = result.notes
+    return reason in note and "the search went on instead" in note
+
+
+@pytest.mark.parametrize("limit", ["size", "time"])
+def test_a_model_that_is_too_large_is_not_begun(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it would have too many constraints, at all or for the time left, the search gets the
+    whole budget; nothing is built."""
+    problem = random_problem(3, 25, 3)
+    monkeypatch.setattr(exact, "StepModel", lambda *_: pytest.fail("a model was built"))
+    if limit == "size":
+        monkeypatch.setattr(exact, "MOST_CONSTRAINTS", 10)
+    else:
+        monkeypatch.setattr(exact, "CONSTRAINTS_PER_S", 1e-9)
+    budget = Budget(seconds=10**6, evaluations=400)
+    found, again = (place(problem, Exact(), budget, allow_infeasible=True) for _ in range(2))
+    assert refused(found, "would have about")
+    assert found.plan == again.plan
+    assert 300 < found.evaluations <= 400
+    part = place(problem, Search(), Budget(evaluations=120), allow_infeasible=True)
+    keys = [(sum(r.timeline.missing_bytes.values()), r.step_ns) for r in (found, part)]
+    assert keys[0] <= keys[1]
+
+
+def test_building_a_model_ends_when_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is asked while the model grows; when its time is over, the search goes on."""
+    problem = random_problem(3, 25, 3)
+    asked: list[bool] = []
+
+    def late() -> bool:
+        asked.append(len(asked) >= 5)
+        return asked[-1]
+
+    monkeypatch.setattr(exact._Solve, "_deadline", lambda solve, space: late)
+    found = place(problem, Exact(), Budget(evaluations=400), allow_infeasible=True)
+    assert refused(found, "takes too long to build")
+    assert asked == [False] * 5 + [True]
+    assert 300 < found.evaluations <= 400
+
+
+def test_time_for_building_is_a_part_of_what_is_left() -> None:
+    """With 100 s left it is late after 60; under a budget of evaluations it never is."""
+    problem = random_problem(3, 25, 3)
+    for budget, ends in ((Budget(seconds=130.0), True), (Budget(evaluations=10), False)):
+        evaluate = Evaluator(problem, budget)
+        clock = [30.0]
+        timed = _FakeClock(evaluate, clock)
+        known = place(problem, Single(), allow_infeasible=True).placement
+        solve = exact._Solve(Exact(), problem, timed, known)
+        late = solve._deadline(solve._space(10**6, 0))
+        assert not late()
+        clock[0] = 89.0
+        assert not late()
+        clock[0] = 91.0
+        assert late() is ends
+
+
+class _FakeClock:
+    """An evaluator whose clock is set by hand."""
+
+    def __init__(self, evaluate: Evaluator, clock: list[float]) -> None:
+        self._evaluate, self._clock = evaluate, clock
+
+    @property
+    def seconds(self) -> float:
+        return self._clock[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._evaluate, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from devplace.graph.coarsen import coarsen, max_depth
 from devplace.load.cp_sat import cp_model, solve
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.exact.model import Space, StepModel
+from devplace.placers.exact.size import MOST_CONSTRAINTS, ModelSizeError, num_constraints
 from devplace.placers.extras import missing
 from devplace.placers.groups import mean_duration_ns
 from devplace.placers.local_search.classes import make_classes
@@ -26,6 +28,10 @@ I64 = NDArray[np.int64]
 
 # What one evaluation of the budget counts for in CP-SAT's own deterministic time.
 DETERMINISTIC_PER_EVALUATION = 0.001
+# Constraints that are put into a model in a second (a core of a server CPU), and the part of the
+# time left that building may take: what remains is for CP-SAT, which reads them four times as fast.
+CONSTRAINTS_PER_S = 200_000
+BUILDING_PART = 0.6
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,9 @@ class Exact:
     The order of the answer is that of CP-SAT, also where a device should wait for an op that is
     not ready while another is (which priorities cannot say, see `Placement.order`).
 
-    Of a budget in seconds the search gets at most `share`. Under a budget of evaluations alone the
+    Of a budget in seconds the search gets at most `share`, and all where the model would take most
+    of the rest to build, or more memory than it is worth: on many devices transfers have a great
+    many ways. Under a budget of evaluations alone the
     search gets the same part of them, and each of the others counts as
     `DETERMINISTIC_PER_EVALUATION` of CP-SAT's deterministic time, on one thread: the same seed and
     evaluations give the same plan with the same version of OR-Tools.
@@ -81,7 +89,15 @@ class Exact:
             known = found
         if problem.core.tasks.is_source.all() or least_needs(problem).lack:
             return known
-        return _Solve(self, problem, evaluate, known).run(int(rng.integers(2**31)))
+        try:
+            return _Solve(self, problem, evaluate, known).run(int(rng.integers(2**31)))
+        except ModelSizeError as reason:
+            evaluate.notes.append(
+                f"the model was not solved, as {reason}; the search went on instead"
+            )
+        if evaluate.exhausted:
+            return known
+        return Search(start=known)(problem, evaluate, rng)
 
 
 class _Solve:
@@ -109,9 +125,9 @@ class _Solve:
             return self._known
         horizon = self._step_ns - 1 if self._fits else _longest(problem)
         space = self._space(horizon, least)
-        model = StepModel(cp, problem, space)
+        model = StepModel(cp, problem, space, self._deadline(space))
         if model.is_too_wide:
-            return self._known
+            raise ModelSizeError("its times are too long for CP-SAT")
         self._hint(model)
         solver = cp.CpSolver()
         self._limit(solver, seed)
@@ -125,6 +141,16 @@ class _Solve:
         if status not in (cp.OPTIMAL, cp.FEASIBLE):
             return self._known
         return self._best(solver, model)
+
+    def _deadline(self, space: Space) -> Callable[[], bool]:
+        """Whether building the model must end; refuses one that is too large from the start."""
+        evaluate, seconds = self._evaluate, self._evaluate.budget.seconds
+        began = evaluate.seconds
+        room = np.inf if seconds is None else BUILDING_PART * (seconds - began)
+        count = num_constraints(self._problem, space.of_group, space.allowed)
+        if count > MOST_CONSTRAINTS or count > CONSTRAINTS_PER_S * room:
+            raise ModelSizeError(f"it would have about {count:,} constraints")
+        return lambda: evaluate.seconds - began > room
 
     def _limit(self, solver: Any, seed: int) -> None:
         evaluate = self._evaluate

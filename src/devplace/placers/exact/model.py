@@ -22,6 +22,7 @@ the bound.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -29,13 +30,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.placers.exact.size import MOST_CONSTRAINTS, ModelSizeError, most_in_order
 from devplace.problem import Problem
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
-# Pairs of transfers of one lane whose order of requests is modelled; more are only kept apart.
-MOST_PAIRS = 3000
 # Capacities are counted in units such that they stay below this.
 MOST_UNITS = 2**24
 MOST_OVER_VARIABLES = 2**61
@@ -67,10 +67,21 @@ class StepModel:
         cp: The module `ortools.sat.python.cp_model`.
         problem: What is placed.
         space: What may be decided.
+        is_late: Whether building must end.
+
+    Raises:
+        ModelSizeError: More than `MOST_CONSTRAINTS`, or it is late.
     """
 
-    def __init__(self, cp: Any, problem: Problem, space: Space) -> None:
+    def __init__(
+        self,
+        cp: Any,
+        problem: Problem,
+        space: Space,
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.model = cp.CpModel()
+        self._is_late = is_late
         self.problem, self.space = problem, space
         self._tasks, self._wires = problem.core.tasks, problem.core.wires
         self._source = self._tasks.is_source.astype(bool).tolist()
@@ -97,6 +108,12 @@ class StepModel:
         bits."""
         ends: list[int] = [max(map(abs, v.domain)) for v in self.model.proto.variables]
         return sum(ends) >= MOST_OVER_VARIABLES
+
+    def _check_size(self) -> None:
+        if len(self.model.proto.constraints) > MOST_CONSTRAINTS:
+            raise ModelSizeError(f"it has more than {MOST_CONSTRAINTS:,} constraints")
+        if self._is_late():
+            raise ModelSizeError("it takes too long to build")
 
     def on(self, task: int, device: int) -> Any:
         """Literal: the task runs on the device; None if it may not."""
@@ -164,9 +181,13 @@ class StepModel:
             for e in self.problem.usable_devices:
                 here = [x for r in away if (x := self.on(r, e)) is not None]
                 if here:
+                    self._check_size()
                     self._send_to(carrier, e, away, here)
-        for rows in [*self._lanes.values(), *self._channels.values()]:
-            self._keep_apart(rows)
+        queues = [*self._lanes.values(), *self._channels.values()]
+        most = most_in_order([len(rows) for rows in queues])
+        for rows in queues:
+            self._check_size()
+            self._keep_apart(rows, len(rows) <= most)
 
     def _send_to(self, carrier: int, e: int, away: list[int], here: list[Any]) -> None:
         """A transfer of the carrier to device e, if something there reads it and does not make
@@ -215,8 +236,8 @@ class StepModel:
                 rows = self._channels.setdefault(int(channel), [])
                 rows.append((*row, share, self._maker[carrier]))
 
-    def _keep_apart(self, rows: list[tuple[Any, ...]]) -> None:
-        """One after the other, in the order of requests."""
+    def _keep_apart(self, rows: list[tuple[Any, ...]], in_order: bool) -> None:
+        """One after the other, in the order of requests where that is wanted."""
         if len(rows) < 2:
             return
         model = self.model
@@ -224,7 +245,7 @@ class StepModel:
             model.new_optional_fixed_size_interval_var(begin, length, used, "")
             for used, begin, _, length, _ in rows
         )
-        if len(rows) * (len(rows) - 1) > 2 * MOST_PAIRS:
+        if not in_order:
             return
         for first, second in combinations(rows, 2):
             if first[4] == second[4]:
@@ -312,6 +333,7 @@ class StepModel:
             x = self.on(v, d)
             if x is None:
                 continue
+            self._check_size()
             if not is_source and tasks.workspace_bytes[v]:
                 rows.append((self.begin[v], self.end[v], x, int(tasks.workspace_bytes[v])))
             for storage in range(tasks.storage_ptr[v], tasks.storage_ptr[v + 1]):
