@@ -18,9 +18,18 @@ from devplace.graph.capture.names import Every, Item, Part, Perhaps, named
 from devplace.graph.capture.reads import Variable, enclosed
 from devplace.graph.capture.sources import CONTAINERS, restore
 from devplace.graph.capture.tags import is_user_file
-from devplace.graph.capture.values import NOTHING, is_function, is_kept, is_plain, kept
+from devplace.graph.capture.values import (
+    NOTHING,
+    is_function,
+    is_kept,
+    is_list_or_dict,
+    is_plain,
+    is_single,
+    kept,
+)
 
 _MOST_PARTS = 1000
+_WRITERS = ("append", "appendleft", "extend", "insert", "add", "update", "clear", "discard")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "gt")
 _CALLED_BY_PYTHON = (
     *("__call__", "__float__", "__int__", "__bool__", "__index__", "__neg__", "__abs__"),
@@ -232,7 +241,7 @@ class _Walk:
             if isinstance(part, Every):
                 self._every(at)
                 break
-            if isinstance(at.value, dict) and part in ("items", "keys", "values", "copy"):
+            if _is_read_whole(at.value, part):
                 break
             if isinstance(part, Item) and not isinstance(at.value, Mapping):
                 self._function(getattr(type(at.value), "__getitem__", None), at.value)
@@ -327,7 +336,8 @@ class _Walk:
             has_rule = hasattr(type(value), "__getattr__")
             is_torchs = isinstance(value, (torch.nn.Module, torch.Tensor))
             return _attribute(value, part) if has_rule and not is_torchs else NOTHING
-        is_slot = isinstance(found, types.MemberDescriptorType)
+        is_field = isinstance(value, tuple) and part in getattr(kind, "_fields", ())
+        is_slot = is_field or isinstance(found, types.MemberDescriptorType)
         return _attribute(value, part) if is_slot or not hasattr(found, "__get__") else NOTHING
 
     def _keep(self, variable: Variable) -> None:
@@ -337,6 +347,18 @@ class _Walk:
             self._places.add(place)
             self.found.variables.append(variable)
             self._kept.append(variable.holder)
+
+
+def _is_read_whole(value: Any, part: Part) -> bool:
+    """Whether an attribute of a value, mostly a method, is computed of all of it."""
+    if isinstance(part, (Item, Every)):
+        return False
+    name = part.key if isinstance(part, Perhaps) else part
+    if is_list_or_dict(value):
+        return name not in _WRITERS
+    if isinstance(value, tuple):
+        return name not in getattr(type(value), "_fields", ())
+    return is_single(value)
 
 
 def _draws_from_iterator(name: str, kind: type) -> CaptureError:
