@@ -333,7 +333,9 @@ class _Walk:
             self._function(function, None if is_static or owner is value is kind else owner)
             return NOTHING
         if found is NOTHING:
-            has_rule = hasattr(type(value), "__getattr__")
+            rules: Any = type(value)
+            own = rules.__getattribute__ is not object.__getattribute__
+            has_rule = own or hasattr(rules, "__getattr__")
             is_torchs = isinstance(value, (torch.nn.Module, torch.Tensor))
             return _attribute(value, part) if has_rule and not is_torchs else NOTHING
         is_field = isinstance(value, tuple) and part in getattr(kind, "_fields", ())
