@@ -1,7 +1,7 @@
 """Put what `predict` and `baselines` wrote into one result file, with what is to be known of it.
 
-Run: `python -m experiments.gpu.collect PREDICTED --out FILE [--baselines FILE ...] [--cards TEXT]
-[--commit ID] [--note TEXT ...]`.
+Run: `python -m experiments.gpu.collect PREDICTED --out FILE --cards TEXT --commit ID
+--constants TEXT [--baselines FILE ...] [--note TEXT ...]`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--driver", default="580.159.04")
     parser.add_argument("--torch", default="2.11.0+cu130")
     parser.add_argument("--commit", required=True)
+    parser.add_argument("--constants", required=True, help="where the constants come from")
     parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
     data = json.loads(options.predicted.read_text())
@@ -43,6 +44,7 @@ def main() -> None:
         "commit": options.commit,
         "seed": 0,
         "command": "python -m experiments.gpu.plans WORKLOAD, then experiments.gpu.predict",
+        "constants": options.constants,
         "notes": options.note,
     }
     kept = {key: data[key] for key in ("package", "errors_package")}

@@ -5,7 +5,8 @@ Every plan that is measured is kept with its order, so that predictions can be m
 other constants (`experiments/gpu/predict.py`). Only one process at a time measures (GPU_LOCK).
 
 Run: `python -m experiments.gpu.plans WORKLOAD --out FOLDER [--number-format bf16] [--layers N]
-[--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30] [--trace]`.
+[--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30] [--trace]
+[--stack-gradients]`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +46,13 @@ SHARES = (0.1, 0.3, 0.6, 1.0)
 TRACED = ("one graph", "layers", "search")
 
 
+class Planned(NamedTuple):
+    """Plans for some GPUs: the expert's, if there is one, and what the search found."""
+
+    expert: placers.Result | None
+    search: placers.Result
+
+
 class Bench:
     """One workload on this machine."""
 
@@ -62,7 +70,7 @@ class Bench:
         self.arrays: dict[str, Any] = {}
         self.begin = time.perf_counter()
         self.data: dict[str, Any] = {
-            "workload": options.workload,
+            "workload": options.workload + (" stacked" if options.stack_gradients else ""),
             "number_format": options.number_format,
             "layers": options.layers,
             "batch": options.batch,
@@ -91,6 +99,7 @@ class Bench:
             except Exception as error:
                 traceback.print_exc()
                 self.data["rows"].append({"micro_batches": count, "error": str(error)[:300]})
+                self.note_planned(count)
             self.save()
 
     def step(self, count: int) -> None:
@@ -105,6 +114,7 @@ class Bench:
             self.optimizer,
             count,
             autocast=torch.bfloat16 if self.options.number_format == "bf16" else None,
+            stack_gradients=self.options.stack_gradients,
             name=self.options.workload,
         )
         seconds = {"capture": time.perf_counter() - begin}
@@ -123,41 +133,59 @@ class Bench:
         if costs.kernels is not None:
             self.arrays[f"{count}.kernels"] = costs.kernels
             self.arrays[f"{count}.kernel_gap"] = np.array(costs.kernel_gap_ns)
-        one = self.problem(1)
-        single = placers.place(one, placers.Single(), allow_infeasible=True)
+        single = placers.place(self.problem(1), placers.Single(), allow_infeasible=True)
+        counts = [int(used) for used in self.options.gpus.split(",")]
+        planned = {used: self.plan(used, seconds) for used in counts}
+        self.meet()
         self.measure("one graph", 1, single.plan)
-        for used in map(int, self.options.gpus.split(",")):
-            self.several(used, seconds)
+        for used, plans in planned.items():
+            self.several(used, plans, seconds)
+        if count == int(self.options.micro_batches.split(",")[-1]) and self.options.placements:
+            used = max(counts)
+            self.perturbed(self.problem(used), planned[used].search.plan, used)
         self.data["captures"].append(
             {"micro_batches": count, "ops": len(graph.ops), "seconds": seconds}
         )
 
-    def several(self, used: int, seconds: dict[str, float]) -> None:
-        """The expert's split and the search's best plans on this many GPUs."""
+    def plan(self, used: int, seconds: dict[str, float]) -> Planned:
+        """The expert's split, if there is one, and a search on this many GPUs."""
         problem = self.problem(used)
+        expert = None
         if not placers.Layers().supports(problem):
             expert = placers.place(problem, placers.Layers(), allow_infeasible=True)
-            self.measure("layers", used, expert.plan)
         begin = time.perf_counter()
-        result = placers.place(problem, placers.Search(), self.options.budget, 0)
+        search = placers.place(problem, placers.Search(), self.options.budget, 0)
         seconds[f"search {used}"] = time.perf_counter() - begin
         self.say(
-            f"{used} GPUs: {result.step_ns / 1e6:.2f} ms after {result.evaluations} evaluations,"
-            f" bound {result.bound.step_ns / 1e6:.2f}"
+            f"{used} GPUs: {search.step_ns / 1e6:.2f} ms after {search.evaluations} evaluations,"
+            f" bound {search.bound.step_ns / 1e6:.2f}"
         )
+        return Planned(expert, search)
+
+    def meet(self) -> None:
+        """Wait until so many processes are through with planning: the machine is quiet then."""
+        self.note_planned(self.count)
+        while len([*Path(self.options.out).glob("*.planned")]) < self.options.together:
+            time.sleep(0.5)
+
+    def note_planned(self, count: int) -> None:
+        """Tell the others that nobody need wait for this step's plans."""
+        folder = Path(self.options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.options.tag}.{count}.planned").touch()
+
+    def several(self, used: int, planned: Planned, seconds: dict[str, float]) -> None:
+        """Measure the plans for this many GPUs."""
+        if planned.expert is not None:
+            self.measure("layers", used, planned.expert.plan)
+        search = planned.search
         begin = time.perf_counter()
-        tried = [c for c in candidates(result) if not c.is_single][: self.options.best]
-        times = [
-            self.measure(candidate.name, used, candidate.plan, result.bound.step_ns)
-            for candidate in tried
-        ]
+        tried = [c for c in candidates(search) if not c.is_single][: self.options.best]
+        times = [self.measure(c.name, used, c.plan, search.bound.step_ns) for c in tried]
         fastest = times.index(min(times))
         if fastest:  # measured again: the least of several times is too small
-            self.measure("confirmed", used, tried[fastest].plan, result.bound.step_ns)
+            self.measure("confirmed", used, tried[fastest].plan, search.bound.step_ns)
         seconds[f"confirm {used}"] = time.perf_counter() - begin
-        largest = used == max(map(int, self.options.gpus.split(",")))
-        if largest and self.count == int(self.options.micro_batches.split(",")[-1]):
-            self.perturbed(problem, result.plan, used)
 
     def problem(self, used: int) -> Problem:
         """The step on the first so many GPUs."""
@@ -296,7 +324,11 @@ def main() -> None:
     parser.add_argument("--budget", default="30s")
     parser.add_argument("--placements", type=int, default=0)
     parser.add_argument("--best", type=int, default=2, help="plans of a search to measure")
+    parser.add_argument(
+        "--together", type=int, default=1, help="processes that plan before any measures"
+    )
     parser.add_argument("--seconds", type=float, default=0.6)
+    parser.add_argument("--stack-gradients", action="store_true")
     parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()
     options.tag = options.tag or f"{options.workload}-{options.number_format}"

@@ -14,11 +14,17 @@ struct Limits {  // what ends a search; the counts are one thread's own
   i64 max_evaluations = 0, evaluations = 0;
   i64 bound = 0;  // a value that cannot be beaten
   const std::atomic<bool>* stop = nullptr;
+  bool spent() const { return evaluations >= max_evaluations; }
   bool done() const {
-    return evaluations >= max_evaluations || stop->load(std::memory_order_relaxed) ||
+    return spent() || stop->load(std::memory_order_relaxed) ||
            std::chrono::steady_clock::now() >= deadline;
   }
 };
+
+// What one of several threads may try of what all may.
+inline i64 part_of(i64 all, int threads, int thread) {
+  return all / threads + (thread < all % threads);
+}
 
 struct Recipe {  // one annealing run
   double hot = 0.5, cold = 0.005;  // temperatures, in units of the score
@@ -56,7 +62,7 @@ class Annealer {
       if (limits_.done() || (mark_.excess == 0 && mark_.value <= limits_.bound)) return;
       temperature_ = recipe_.hot * std::pow(ratio, static_cast<double>(step) /
                                                        static_cast<double>(recipe_.steps));
-      for (i64 i = 0; i < kStride; ++i) one();
+      for (i64 i = 0; i < kStride && !limits_.spent(); ++i) one();
     }
     temperature_ = 0;
     for (i64 i = 0; i < 4 * static_cast<i64>(h_.num_items) && !limits_.done(); ++i) one();

@@ -134,7 +134,8 @@ class BlockSearcher {
       load(start);
       note();
     }
-    for (i64 round = 0; !limits_.done() && !found(); ++round, ++limits_.evaluations) {
+    for (i64 round = 0; !limits_.done() && !found(); ++round) {
+      ++limits_.evaluations;  // of the round itself, so that rounds without moves end too
       if (round % 4 == 3) load(starts[random_.below(static_cast<i32>(starts.size()))]);
       else load(best_);
       const double effort = 30.0 * std::exp2(random_.unit() * std::min<i64>(2 + round / 4, 8));
@@ -199,6 +200,7 @@ class BlockSearcher {
         if (limits_.done() || found()) return;
         temperature_ = hot * std::pow(0.002, static_cast<double>(step) / static_cast<double>(steps));
       }
+      if (limits_.spent()) return;
       if (!change()) continue;
       ++limits_.evaluations;
       const i64 before = value_;

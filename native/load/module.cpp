@@ -170,7 +170,6 @@ nb::tuple search_blocks(nb::object graph, In<i32> starts, double seconds, i64 ma
   Limits limits;
   limits.deadline = std::chrono::steady_clock::now() +
                     std::chrono::microseconds(static_cast<i64>(std::min(seconds, 1e9) * 1e6));
-  limits.max_evaluations = max_evaluations;
   limits.bound = bound;
   limits.stop = &stop;
   std::vector<Found> found(threads);
@@ -183,7 +182,9 @@ nb::tuple search_blocks(nb::object graph, In<i32> starts, double seconds, i64 ma
       return interrupted = interrupted || PyErr_CheckSignals() != 0;
     };
     devplace::run_threads(threads, stop, poll, [&](int t) {
-      BlockSearcher searcher(g, seed * 1000003u + static_cast<u64>(t), limits);
+      Limits own = limits;
+      own.max_evaluations = part_of(max_evaluations, threads, t);
+      BlockSearcher searcher(g, seed * 1000003u + static_cast<u64>(t), own);
       searcher.run(given);
       found[t] = {searcher.best(), searcher.mark()};
       evaluations[t] = searcher.evaluations();

@@ -51,7 +51,8 @@ class Searcher {
   }
 
   i64 run() {
-    for (i64 round = 0; !over(); ++round, ++limits_.evaluations) {
+    for (i64 round = 0; !over(); ++round) {
+      ++limits_.evaluations;  // of the round itself, so that rounds without moves end too
       const i32 stage = static_cast<i32>(std::min<i64>(round / 6, 9));
       if (random_.below(2) || round < 8) doublings_ = 3 + random_.below(7), cold_ = some_cold();
       else doublings_ = good_doublings_, cold_ = good_cold_;
@@ -192,12 +193,13 @@ Outcome search(const Hyper& h, const std::vector<std::vector<i32>>& starts, doub
   Limits limits;
   limits.deadline = std::chrono::steady_clock::now() +
                     std::chrono::microseconds(static_cast<i64>(std::min(seconds, 1e9) * 1e6));
-  limits.max_evaluations = max_evaluations;
   limits.bound = bound;
   limits.stop = &stop;
   std::vector<i64> evaluations(threads, 0);
   devplace::run_threads(threads, stop, poll, [&](int t) {
-    evaluations[t] = Searcher(h, pool, seed * 1000003u + static_cast<u64>(t), limits).run();
+    Limits own = limits;
+    own.max_evaluations = part_of(max_evaluations, threads, t);
+    evaluations[t] = Searcher(h, pool, seed * 1000003u + static_cast<u64>(t), own).run();
   });
   Outcome out;
   if (pool.size()) out.best = pool.at(0);

@@ -50,6 +50,7 @@ struct Settings {
   Moves moves;
   double heat = 0, critical_share = 0;
   i64 most_evaluations = 0, patience = 0;
+  i64 least_ns = 0;  // no placement that fits takes less
   double seconds = 0;
   std::uint64_t seed = 0;
   const std::atomic<bool>* stop = nullptr;  // ends the chain once true
@@ -78,7 +79,8 @@ class Chain {
     keep_best();
     refocus();
     i64 stale = 0;
-    while (evaluations_ < settings_.most_evaluations && stale < settings_.patience && !is_late()) {
+    while (evaluations_ < settings_.most_evaluations && stale < settings_.patience && !is_optimal() &&
+           !is_late()) {
       const double temperature = best_value_ * settings_.heat * std::exp(-6.0 * spent());
       const double bar = value_ - temperature * std::log(std::max(1e-300, random_.uniform()));
       ++stale;
@@ -102,6 +104,8 @@ class Chain {
   }
 
  private:
+  bool is_optimal() const { return best_.overflow == 0 && best_.step <= settings_.least_ns; }
+
   // With critical-path priorities, or with the given ones if these are better.
   void start(const std::vector<i32>& device, const i64* given) {
     ++evaluations_;

@@ -171,6 +171,7 @@ class Kernel {
     common.moves = moves_of(settings.attr("moves"));
     common.most_evaluations = nb::cast<i64>(settings.attr("most_evaluations"));
     common.patience = nb::cast<i64>(settings.attr("patience"));
+    common.least_ns = nb::cast<i64>(settings.attr("least_ns"));
     common.seconds = nb::cast<double>(settings.attr("seconds"));
     std::vector<Found> found(K);
     std::atomic<bool> stop{false};

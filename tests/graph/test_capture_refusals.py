@@ -222,7 +222,7 @@ def test_missing_loss_is_refused() -> None:
 )
 def test_other_host_work_is_refused(function: Callable[..., Any], message: str) -> None:
     """NumPy values, own generators, seeding and data-dependent sizes are named."""
-    batches()  # seeds, as it does again below
+    batches()  # it seeds torch's generator, here and in `refuse`
     before = torch.get_rng_state()
     refuse(Holder(Layer(function)), message)
     assert torch.equal(torch.get_rng_state(), before)

@@ -116,3 +116,16 @@ def test_what_cannot_fit_is_infeasible():
     solution = solve_latency(block(num_cpus=0, memory_bytes=2), seconds=1)
     assert solution.status == "infeasible"
     assert "all nodes hold 6 B" in solution.how
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("most", [0, 1, 2, 10, 700])
+def test_no_more_moves_are_tried_than_allowed(most, is_native):
+    """In all, not by each thread; with and without a limit of time beside it."""
+    for seed in range(20):
+        for seconds in (None, 20.0):
+            with native(is_native):
+                found = solve_latency(
+                    random_block_problem(seed), seconds, seed, threads=3, max_evaluations=most
+                )
+            assert found.evaluations <= most

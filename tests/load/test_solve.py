@@ -257,3 +257,16 @@ def test_wrong_arguments_are_refused():
         solve(chain(), seconds=0)
     with pytest.raises(ProblemError, match="must use devices 0 to 2"):
         solve(chain(), hint=[0, 1, 9])
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("most", [0, 1, 2, 10, 700])
+def test_no_more_moves_are_tried_than_allowed(most, is_native):
+    """In all, not by each thread; with and without a limit of time beside it."""
+    for seed in range(20):
+        problem = random_problem(seed)
+        for seconds in (None, 20.0):
+            with native(is_native):
+                found = solve(problem, seconds, seed, threads=3, max_evaluations=most, exact=False)
+            check(problem, found)
+            assert found.evaluations <= most

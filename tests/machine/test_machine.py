@@ -8,6 +8,7 @@ import pytest
 
 from devplace.errors import MachineError
 from devplace.machine import Device, Link, Machine, Pool, channels_of, load_machine, presets
+from devplace.machine import machine as machine_module
 
 
 def device(name: str, **fields) -> Device:
@@ -164,3 +165,34 @@ def test_slow_pair_among_four_keeps_its_own_speed():
     slow = dataclasses.replace(machine, links=links)
     assert slow.path("cuda:1", "cuda:2").bytes_per_s == 10**6
     assert slow.path("cuda:2", "cuda:1") == machine.path("cuda:2", "cuda:1")
+
+
+def test_paths_are_worked_out_only_when_asked_for(monkeypatch):
+    """A machine of many devices is checked without a link being made for each pair."""
+    devices = tuple(device(f"d{k}") for k in range(40))
+    links = tuple(link for k in range(1, 40) for link in both("d0", f"d{k}", bytes_per_s=10))
+    made = []
+    real = machine_module._staged
+    monkeypatch.setattr(machine_module, "_staged", lambda *way: made.append(way) or real(*way))
+    machine = Machine("star", devices, links)
+    assert made == []
+    assert machine.reaches("d1", "d2")
+    assert channels_of(machine.path("d1", "d2")) == ("d1->d0", "d0->d2")
+    assert len(made) == 1
+
+
+def test_the_best_stop_is_taken():
+    """The stop with the largest bandwidth, then the least latency, then the first name."""
+    links = (
+        *both("a", "p", bytes_per_s=10),
+        *both("p", "b", bytes_per_s=10),
+        *both("a", "q", bytes_per_s=20, latency_ns=3),
+        *both("q", "b", bytes_per_s=20, latency_ns=3),
+        *both("a", "s", bytes_per_s=20, latency_ns=2),
+        *both("s", "b", bytes_per_s=20, latency_ns=2),
+        *both("a", "r", bytes_per_s=20, latency_ns=2),
+        *both("r", "b", bytes_per_s=20, latency_ns=2),
+    )
+    machine = Machine("m", tuple(device(name) for name in "abpqrs"), links)
+    assert channels_of(machine.path("a", "b")) == ("a->r", "r->b")
+    assert machine.path("a", "b").bytes_per_s == 10

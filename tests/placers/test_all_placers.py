@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from tests.strategies import random_problem, tiny_case
 
 from devplace.errors import InfeasibleError
-from devplace.placers import ALL, PLAIN, Budget, Placer, Search, by_name, place
+from devplace.placers import (
+    ALL,
+    OBJECTIVES,
+    PLAIN,
+    Budget,
+    Contiguous,
+    Placer,
+    Search,
+    by_name,
+    place,
+)
 from devplace.simulator.bounds import lower_bound
 from devplace.testing import (
     TinyProblem,
@@ -46,6 +56,19 @@ def test_placers_keep_their_promises_on_random_problems(
 def test_a_tiny_budget_still_gives_a_placement(placer: Placer, evaluations: int) -> None:
     """One evaluation is enough to return something legal."""
     check_placer(placer, evaluations=evaluations)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("placer", [*PLACERS, Contiguous()], ids=lambda placer: placer.name)
+def test_no_placer_spends_more_than_its_budget(placer: Placer, objective: str) -> None:
+    """What is counted is never above the evaluations allowed, for both objectives."""
+    for problem in (*(tiny.problem for tiny in TINY), random_problem(1, 25, 3)):
+        if placer.supports(problem):
+            continue
+        for evaluations in (1, 2, 3, 10):
+            budget = Budget(evaluations=evaluations)
+            found = place(problem, placer, budget, objective=objective, allow_infeasible=True)
+            assert found.evaluations <= evaluations
 
 
 @pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: tiny.name)

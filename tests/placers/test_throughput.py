@@ -6,10 +6,13 @@ import itertools
 import time
 
 import pytest
+from tests.load.tiny import native
+from tests.strategies import random_problem
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.load import step_solve
 from devplace.placers import (
+    Budget,
     Contiguous,
     Heft,
     PipeDream,
@@ -155,3 +158,64 @@ def test_a_search_out_of_time_claims_no_bound_it_did_not_reach(monkeypatch):
     assert found.over_bytes == 0
     assert found.how == "one device"
     assert 0 < found.bound_ns < found.value_ns
+
+
+@pytest.mark.parametrize("evaluations", [1, 2, 3, 10, 50])
+@pytest.mark.parametrize("tries_all", [True, False])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_no_more_is_tried_than_the_budget_allows(evaluations, tries_all, is_native, monkeypatch):
+    """Placements simulated by the starts and by the solver, and moves, are counted together, also
+    beside a limit of time."""
+    if not tries_all:
+        monkeypatch.setattr(step_solve, "_MOST_TRIED", 0.5)
+    simulated = []
+    real = step_solve.simulate
+    monkeypatch.setattr(step_solve, "simulate", lambda *of: simulated.append(of) or real(*of))
+    problems = [problem(), *(random_problem(seed, 20, 3) for seed in range(4))]
+    for each in problems:
+        for budget in (Budget(evaluations=evaluations), Budget(20.0, evaluations)):
+            simulated.clear()
+            with native(is_native):
+                found = place(each, Search(), budget, objective="throughput", allow_infeasible=True)
+            assert len(simulated) <= found.evaluations <= evaluations
+
+
+def test_a_start_is_tried_first():
+    """With one evaluation the result is the start: it is never worse, however small the budget."""
+    first = place(problem(), Search(), "300ev", objective="throughput")
+    start = Search(start=first.plan.as_placement())
+    again = place(problem(), start, "1ev", objective="throughput")
+    assert (again.evaluations, again.value_ns) == (1, first.value_ns)
+
+
+def test_without_evaluations_for_all_placements_nothing_is_proved():
+    """Where the budget ends before a placement that fits is tried, the best so far is not called
+    optimal."""
+    machine = hand_machine({"gpu:0": 10_000, "gpu:1": 10_000}, bytes_per_ns=1000)
+    effort = step_solve.Effort(seconds=None, evaluations=1)
+    found = step_solve.place_step(hand_problem(STEP, machine), effort)
+    assert (found.evaluations, found.how) == (1, "one device")
+    assert found.bound_ns < found.value_ns
+    enough = step_solve.Effort(seconds=None, evaluations=300)
+    best = step_solve.place_step(hand_problem(STEP, machine), enough)
+    assert best.bound_ns == best.value_ns < found.value_ns
+
+
+def test_a_limit_of_time_holds_beside_one_of_evaluations(monkeypatch):
+    """Models are solved within the seconds that are left, however many moves there are; without
+    seconds the clock plays no part."""
+    given = []
+    real = step_solve.solve
+
+    def spy(model, seconds, *rest, max_evaluations, **more):
+        given.append(seconds)
+        return real(model, seconds, *rest, max_evaluations=min(5, max_evaluations), **more)
+
+    monkeypatch.setattr(step_solve, "solve", spy)
+    monkeypatch.setattr(step_solve, "_MOST_TRIED", 0.5)
+    monkeypatch.setattr(step_solve._Run, "_settled", lambda run: len(given) > 2)
+    for budget in (Budget(7.0, 10**9), Budget(evaluations=10**9)):
+        given.clear()
+        place(problem(), Search(), budget, objective="throughput")
+        assert given
+        assert all(0 < s <= 7.0 for s in given) if budget.seconds else set(given) == {None}

@@ -12,6 +12,7 @@ import torch
 
 import devplace as dp
 from devplace.errors import InputError, PlanMismatchError
+from tests.graph.test_capture_stacking import batches, token_loss, unrolled
 
 BATCH = (torch.linspace(-1, 1, 24).reshape(4, 6).double(), torch.tensor([0, 1, 2, 1]))
 
@@ -125,6 +126,26 @@ def test_a_plan_from_a_file_runs_with_the_options_of_its_capture(
     with dp.compile(model, plan, graph=graph) as first:
         expected = [float(first(*batch)) for _ in range(3)]
     with dp.compile(model, plan, **given, **options) as step:
+        assert [float(step(*batch)) for _ in range(3)] == expected
+
+
+def test_a_plan_with_stacked_gradients_runs_with_that_option(tmp_path: Path) -> None:
+    """It holds other ops, so without the option it is another step."""
+    model, batch = unrolled(), batches()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = dp.capture(model, batch, token_loss, optimizer, stack_gradients=True)
+    machine = dp.load_machine("cpux2")
+    problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
+    plan = dp.place(problem, dp.placers.Even(), budget="1ev").plan
+    assert dp.run.check_plan(plan, graph, model, optimizer, batch).is_bit_equal
+    plan.save(tmp_path / "plan.json")
+    given: Any = {"optimizer": optimizer, "example_inputs": batch, "loss_fn": token_loss}
+    with pytest.raises(PlanMismatchError, match="stack_gradients"):
+        dp.compile(model, dp.load_plan(tmp_path / "plan.json"), **given)
+    with dp.compile(model, plan, graph=graph) as first:
+        expected = [float(first(*batch)) for _ in range(3)]
+    loaded = dp.load_plan(tmp_path / "plan.json")
+    with dp.compile(model, loaded, **given, stack_gradients=True) as step:
         assert [float(step(*batch)) for _ in range(3)] == expected
 
 

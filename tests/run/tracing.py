@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,12 +118,28 @@ def snap(
             above = {root[graph.producer[tensor]] for tensor in op.inputs}
             needs[index] = {up for up in above if not graph.ops[up].is_source}
     order: list[list[int]] = [[] for _ in range(num_devices)]
-    while needs:
-        ready = [op for op, above in needs.items() if not above & needs.keys()]
-        chosen = ready[0] if rng is None else int(rng.choice(ready))
-        order[devices[chosen]].append(chosen)
-        del needs[chosen]
+    for op in needs if rng is None else _shuffled(needs, rng):
+        order[devices[op]].append(op)
     return devices, order
+
+
+def _shuffled(needs: dict[int, set[int]], rng: np.random.Generator) -> Iterator[int]:
+    """Every op once, each after what it needs, any of those that could be next as likely."""
+    missing = {op: len(above) for op, above in needs.items()}
+    readers: dict[int, list[int]] = {op: [] for op in needs}
+    for op, above in needs.items():
+        for up in above:
+            readers[up].append(op)
+    ready = [op for op, count in missing.items() if not count]
+    while ready:
+        chosen = int(rng.integers(len(ready)))
+        ready[chosen], ready[-1] = ready[-1], ready[chosen]
+        op = ready.pop()
+        yield op
+        for reader in readers[op]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
 
 
 def place_by_module(

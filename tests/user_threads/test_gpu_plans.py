@@ -122,7 +122,11 @@ def test_s01_the_whole_step_stays_under_the_limits() -> None:
     limits = {"cuda:0": limit, "cuda:1": limit}
     with gpus.capped({0: int(1.05 * limit), 1: int(1.05 * limit)}):
         step = dp.parallelize(
-            model, batch, loss, optimizer, budget=BUDGET, limits=limits, confirm=False
+            *(model, batch, loss, optimizer),
+            exclude=gpus.names(gpus.NUM_GPUS)[2:],
+            budget=BUDGET,
+            limits=limits,
+            confirm=False,
         )
         losses = [float(step(*batch)) for _ in range(3)]
         step.close()
@@ -140,7 +144,11 @@ def test_s28_unequal_limits_are_used() -> None:
     named = {f"cuda:{k}": limit for k, limit in limits.items()}
     with gpus.capped({k: int(1.05 * limit) for k, limit in limits.items()}):
         step = dp.parallelize(
-            model, batch, mean_square, optimizer, budget=BUDGET, limits=named, confirm=False
+            *(model, batch, mean_square, optimizer),
+            exclude=gpus.names(gpus.NUM_GPUS)[2:],
+            budget=BUDGET,
+            limits=named,
+            confirm=False,
         )
         step(*batch)
         step.close()

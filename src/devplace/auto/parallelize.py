@@ -58,6 +58,7 @@ def parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
+    stack_gradients: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ParallelStep:
     """Plan a step for the devices of this computer, confirm by running, and make it callable.
@@ -88,7 +89,7 @@ def parallelize(
         placer: Who searches; `placers.Search()` by default.
         confirm: Whether plans are measured; if not, the best predicted is taken.
         verify: Whether two steps are first compared with the unplaced ones.
-        example_kwargs, clip_grad_norm, autocast: As for `capture`.
+        example_kwargs, clip_grad_norm, autocast, stack_gradients: As for `capture`.
         progress: Called with what is being done.
 
     Returns:
@@ -123,6 +124,7 @@ def parallelize(
             example_kwargs=example_kwargs,
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
+            stack_gradients=stack_gradients,
             device=capture_device(found, left_out),
         ),
         tell,

@@ -62,11 +62,9 @@ class Effort:
     threads: int = 2
 
     @property
-    def seconds(self) -> float:
-        """Wall-clock time, s; a day where only moves are counted."""
-        if self.budget.seconds is None and self.budget.evaluations is not None:
-            return 86_400.0
-        return self.budget.seconds or placers.budget.DEFAULT_SECONDS
+    def seconds(self) -> float | None:
+        """Wall-clock time, s; None where only moves are counted."""
+        return None if self.is_counted else self.seconds_or_default
 
     @property
     def seconds_or_default(self) -> float:
@@ -134,7 +132,7 @@ def _contiguous(instance: LoadInstance, effort: Effort) -> Answer:
     """Best contiguous split (the dynamic programme of Tarnawski et al.); `optimal` there is no
     proof for splits of other kinds."""
     rounded = round_load(instance)
-    found = solve_contiguous(rounded.problem, effort.seconds)
+    found = solve_contiguous(rounded.problem, effort.seconds or 86_400.0)
     status: Status = "unknown" if found.device is None else "feasible"
     return _split(instance, rounded, found, status, None)
 

@@ -48,6 +48,7 @@ def machine(name: str, as_json: bool) -> None:
     from rich.text import Text
 
     from devplace.cli.console import console
+    from devplace.cli.links import link_table
 
     devices = Table("device", "model", "memory", "reserve", "float32", "bandwidth", "gap")
     for d in found.devices:
@@ -60,20 +61,11 @@ def machine(name: str, as_json: bool) -> None:
             f"{format_bytes(d.bytes_per_s)}/s",
             format_time(d.launch_gap_ns),
         )
-    links = Table("from", "to", "bandwidth", "latency", "channels")
-    for src in found.device_names:
-        for dst in found.device_names:
-            link = found.path(src, dst) if src != dst else None
-            if link is not None:
-                links.add_row(
-                    src,
-                    dst,
-                    f"{format_bytes(link.bytes_per_s)}/s",
-                    format_time(link.latency_ns),
-                    ", ".join(link.channels),
-                )
+    links, note = link_table(found)
     out = console()
     out.print(Text(found.name, style="bold"), devices, links)
+    if note:
+        out.print(note)
     for topic, source in found.sources.items():
         out.print(f"{topic}: {source}")
 

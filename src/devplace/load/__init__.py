@@ -1,5 +1,6 @@
 """Pipelines in steady state (smallest largest device load) and the latency of one sample."""
 
+from devplace.load.effort import Effort
 from devplace.load.latency import BlockProblem, block_latency, pieces
 from devplace.load.problem import LoadProblem, broken_rule, held_bytes, loads
 from devplace.load.replicated import (
@@ -12,7 +13,6 @@ from devplace.load.solve import LoadSolution, solve, solve_contiguous
 from devplace.load.solve_latency import solve_latency
 from devplace.load.step_loads import step_loads
 from devplace.load.step_solve import (
-    Effort,
     StepLoadSolution,
     contiguous_step,
     load_bound,

@@ -20,6 +20,7 @@ from devplace.load.problem import I32, LoadProblem, broken_rule, check_devices, 
 from devplace.load.starts import simple_starts
 
 NEVER = int(np.iinfo(np.int64).max)
+DEFAULT_SECONDS = 60.0
 MAX_IDEALS = 60_000  # above it, orders instead of all ideals: seconds and 1 GB at 8 devices
 MAX_EXACT_CHOICES = 300_000  # booleans; above it building the model takes longer than it helps
 EXACT_CHOICES_PER_S = 60_000  # building the model alone takes this long
@@ -62,7 +63,7 @@ class LoadSolution:
 
 def solve(
     problem: LoadProblem,
-    seconds: float = 60.0,
+    seconds: float | None = None,
     seed: int = 0,
     threads: int = 2,
     hint: I32 | None = None,
@@ -72,9 +73,10 @@ def solve(
     """Smallest largest load found in the time given, with the best bound at hand.
 
     Args:
+        seconds: Wall-clock time; None: `DEFAULT_SECONDS`, or where moves are counted no limit.
         hint: A placement to start from; it may break the memory limit. `[N]`
-        max_evaluations: Moves that each thread of the search may try. With one thread and
-            `exact=False` the answer then depends on the seed only, not on the clock.
+        max_evaluations: Moves that the search may try, shared out between its threads. With one
+            thread, no `seconds` and `exact=False` the answer depends on the seed only.
         exact: Let CP-SAT try too, where OR-Tools is installed. Where only moves are counted and
             none led within memory, it looks for a packing in any case, with counted work.
 
@@ -82,10 +84,19 @@ def solve(
         ProblemError: The hint does not fit the problem.
         InputError: `seconds` is not positive.
     """
-    if not seconds > 0:
-        raise InputError(f"seconds must be positive, got {seconds}. Give for example 60.")
+    check_seconds(seconds)
     given = None if hint is None else check_devices(problem, hint)
     return _Run(problem, seconds, seed, max(1, threads), max_evaluations, exact).run(given)
+
+
+def check_seconds(seconds: float | None) -> None:
+    """Refuse a time that is not positive.
+
+    Raises:
+        InputError: Names it.
+    """
+    if seconds is not None and not seconds > 0:
+        raise InputError(f"seconds must be positive, got {seconds}. Give for example 60.")
 
 
 def solve_contiguous(problem: LoadProblem, seconds: float = 60.0) -> LoadSolution:
@@ -133,7 +144,7 @@ class _Run:
     def __init__(
         self,
         problem: LoadProblem,
-        seconds: float,
+        seconds: float | None,
         seed: int,
         threads: int,
         max_evaluations: int | None,
@@ -141,8 +152,9 @@ class _Run:
     ) -> None:
         self.started = time.monotonic()
         self.problem, self.items = problem, make_items(problem)
-        self.seconds, self.seed, self.threads = seconds, seed, threads
+        self.seconds, self.seed, self.threads = seconds or DEFAULT_SECONDS, seed, threads
         self.max_evaluations = max_evaluations
+        self.is_timed = seconds is not None or max_evaluations is None
         self.exact = exact and has_exact() and self._choices() <= MAX_EXACT_CHOICES
         self.native = solvers_module()
         self.device: I32 | None = None
@@ -160,35 +172,36 @@ class _Run:
         if items.num_items == 0:
             self._offer(np.zeros(0, np.int32), "nothing to place")
             return self._answer()
-        timed = self.max_evaluations is None
-        self.bound = max(
-            quick_bound(items), item_bound(items, self.native, 0.05 * self._left(timed))
-        )
+        self.bound = max(quick_bound(items), item_bound(items, self.native, 0.05 * self._left()))
         if hint is not None:
             self._offer(items.gather(hint), "hint")
-        self._start_contiguous(timed)
+        self._start_contiguous()
         for device in simple_starts(items):
             self._offer(device, "simple split")
-        for step, share in self._steps(timed):
+        for step, share in self._steps():
             if self._settled():
                 break
             step(share)
-        if not timed and not self._settled():
+        if not self.is_timed and not self._settled():
             self._pack(None)
         return self._answer()
 
-    def _steps(self, timed: bool) -> list[tuple[Callable[[float], None], float]]:
+    def _steps(self) -> list[tuple[Callable[[float], None], float]]:
         """What to do with which share of the time that is left."""
         if not self.exact:
             return [(self._search, 1.0)]
-        if not timed:
+        if not self.is_timed:
             return [(self._search, 1.0), (self._prove, 0.2)]
         if self._choices() <= SMALL_CHOICES:
             return [(self._search, 0.1), (self._prove, 1.0)]
         return [(self._search, 0.12), (self._prove, 0.2), (self._search, 0.65), (self._prove, 1.0)]
 
-    def _left(self, timed: bool = True) -> float:
-        return max(0.01, self.seconds - (time.monotonic() - self.started)) if timed else 1e6
+    def _left(self) -> float:
+        """Seconds left; plenty where moves alone are counted."""
+        return self._left_by_clock() if self.is_timed else 1e6
+
+    def _left_by_clock(self) -> float:
+        return max(0.01, self.seconds - (time.monotonic() - self.started))
 
     def _choices(self) -> int:
         return (self.items.num_items + len(self.items.net_ps)) * self.items.num_devices
@@ -206,9 +219,9 @@ class _Run:
         if value < self.value:
             self.device, self.value, self.how = device, value, how
 
-    def _start_contiguous(self, timed: bool) -> None:
-        limit = MAX_IDEALS if timed else 2000
-        device, _, _ = _contiguous(self.items, 0.05 * self._left(timed), limit)
+    def _start_contiguous(self) -> None:
+        limit = MAX_IDEALS if self.is_timed else 2000
+        device, _, _ = _contiguous(self.items, 0.05 * self._left(), limit)
         if device is not None:
             self._offer(device, "contiguous split")
 
@@ -218,9 +231,9 @@ class _Run:
             d for d in [self.device, *simple_starts(self.items), *self.broken] if d is not None
         ]
         starts = [d for d in starts if able(d)]
-        timed = self.max_evaluations is None
-        seconds = share * self._left(timed)
-        most = 2**62 if self.max_evaluations is None else self.max_evaluations
+        seconds, most = share * self._left(), 2**62
+        if self.max_evaluations is not None:
+            most = self.max_evaluations - self.evaluations
         if self.native is None:
             device, over, _, tried = reference.search(
                 self.items, starts, seconds, most, self.seed, self.bound
@@ -247,7 +260,7 @@ class _Run:
     def _prove(self, share: float) -> None:
         if not self.exact:
             return
-        seconds = share * self._left()
+        seconds = share * self._left_by_clock()
         if self._choices() > EXACT_CHOICES_PER_S * seconds:
             return
         if self.device is None:

@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 
-from devplace.errors import InputError
 from devplace.load.bounds import why_infeasible
 from devplace.load.exact import ExactAnswer, bin_packing
 from devplace.load.items import Items, make_items
@@ -21,13 +20,20 @@ from devplace.load.latency import (
 )
 from devplace.load.native import solvers_module
 from devplace.load.problem import I32, I64, LoadProblem, broken_rule, check_devices, producer_ps
-from devplace.load.solve import NEVER, LoadSolution, has_exact, solve_contiguous
+from devplace.load.solve import (
+    DEFAULT_SECONDS,
+    NEVER,
+    LoadSolution,
+    check_seconds,
+    has_exact,
+    solve_contiguous,
+)
 from devplace.load.starts import simple_starts
 
 
 def solve_latency(
     problem: BlockProblem,
-    seconds: float = 60.0,
+    seconds: float | None = None,
     seed: int = 0,
     threads: int = 2,
     hint: I32 | None = None,
@@ -41,16 +47,18 @@ def solve_latency(
         ProblemError: The hint does not fit the problem.
         InputError: `seconds` is not positive.
     """
-    if not seconds > 0:
-        raise InputError(f"seconds must be positive, got {seconds}. Give for example 60.")
+    check_seconds(seconds)
+    timed = seconds is not None or max_evaluations is None
+    limit = (seconds or DEFAULT_SECONDS) if timed else 1e6
     given = [] if hint is None else [check_devices(problem, hint)]
     began = time.monotonic()
     items = make_items(problem)
-    bound = latency_bound(problem, 0.1 * seconds)
+    bound = latency_bound(problem, 0.1 * limit)
+    tried = 0
 
     def answer(device: I32 | None, value: int | None, status: str, how: str) -> LoadSolution:
         took = time.monotonic() - began
-        return LoadSolution(device, value, bound, status, took, seed, how)
+        return LoadSolution(device, value, bound, status, took, seed, how, tried)
 
     reason = why_infeasible(items)
     if reason:
@@ -58,19 +66,18 @@ def solve_latency(
     if problem.num_nodes == 0:
         return answer(np.zeros(0, np.int32), 0, "optimal", "nothing to place")
     starts = [items.gather(device) for device in given]
-    starts += latency_starts(problem, items, 0.05 * seconds if max_evaluations is None else 1e6)
-    timed = max_evaluations is None
+    starts += latency_starts(problem, items, 0.05 * limit)
     if all(broken_rule(problem, items.spread(start)) for start in starts):
-        packed = _packed(items, 0.3 * seconds if timed else None, seed, threads)
+        packed = _packed(items, 0.3 * limit if timed else None, seed, threads)
         if packed.status == "infeasible":
             how = "the sizes cannot be packed into the accelerators (CP-SAT)"
             return answer(None, None, "infeasible", how)
         if packed.device is not None:  # all CPUs are one device here
             most = problem.num_accelerators + int(problem.num_cpus > 0) - 1
             starts.append(np.minimum(packed.device, most).astype(np.int32))
-    left = max(0.01, seconds - (time.monotonic() - began)) if timed else 1e9
+    left = max(0.01, limit - (time.monotonic() - began)) if timed else limit
     most = 2**62 if max_evaluations is None else max_evaluations
-    device, over, value = _search(problem, items, starts, left, most, seed, threads, bound)
+    device, over, value, tried = _search(problem, items, starts, left, most, seed, threads, bound)
     if device is None or over:
         return answer(None, None, "unknown", "no placement within memory was found")
     spread = np.minimum(items.spread(device), problem.num_devices - 1).astype(np.int32)
@@ -191,7 +198,8 @@ def _search(
     seed: int,
     threads: int,
     bound: int,
-) -> tuple[I32 | None, int, int]:
+) -> tuple[I32 | None, int, int, int]:
+    """Placement of items, bytes above limits, latency, and moves tried."""
     graph = make_block_graph(problem)
     unable, k = items.can_accelerate == 0, problem.num_accelerators
     starts = [device for device in starts if not (device[unable] < k).any()]
@@ -199,8 +207,9 @@ def _search(
     if native is None:
         return _plain_search(problem, graph, starts, seconds, most, seed, bound)
     flat = np.concatenate(starts).astype(np.int32)
-    device, over, value, _ = native.search_blocks(graph, flat, seconds, most, seed, threads, bound)
-    return (device if len(device) else None), int(over), int(value)
+    found = native.search_blocks(graph, flat, seconds, most, seed, threads, bound)
+    device, over, value, tried = found
+    return (device if len(device) else None), int(over), int(value), int(tried)
 
 
 def _plain_search(
@@ -211,7 +220,7 @@ def _plain_search(
     most: int,
     seed: int,
     bound: int,
-) -> tuple[I32 | None, int, int]:
+) -> tuple[I32 | None, int, int, int]:
     """Anneal single moves from the best start; slow, for machines without the native module."""
     rng = random.Random(seed)
     deadline = time.monotonic() + seconds
@@ -228,9 +237,11 @@ def _plain_search(
     now, here, heat = best.copy(), reached, 0.05
     unable = np.ones(len(best), np.bool_)
     np.minimum.at(unable, graph.item, graph.can_accelerate.astype(np.bool_))
-    for _ in range(most):
+    tried = 0
+    while tried < most:
         if time.monotonic() > deadline or reached <= (0, bound):
             break
+        tried += 1
         i, d = rng.randrange(len(now)), rng.randrange(graph.num_devices)
         if d < graph.num_accelerators and not unable[i]:
             continue
@@ -243,4 +254,4 @@ def _plain_search(
         here, heat = after, max(0.0005, heat * 0.999)
         if here < reached:
             best, reached = now.copy(), here
-    return (best if reached[1] < NEVER else None), reached[0], reached[1]
+    return (best if reached[1] < NEVER else None), *reached, tried

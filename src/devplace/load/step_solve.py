@@ -10,6 +10,7 @@ from itertools import combinations, product
 import numpy as np
 
 from devplace.load.bounds import item_bound, quick_bound
+from devplace.load.effort import Effort
 from devplace.load.items import make_items
 from devplace.load.native import solvers_module
 from devplace.load.pairwise import improve
@@ -58,30 +59,13 @@ class StepLoadSolution:
         return int(self.loads_ns.max())
 
 
-@dataclass(frozen=True)
-class Effort:
-    """What a search may spend.
-
-    Attributes:
-        seconds: Wall-clock time; None where only moves count, on one thread, so that the answer
-            depends on the seed alone.
-        evaluations: Moves; None for no limit.
-        seed: Of all randomness.
-        threads: Threads of the search.
-    """
-
-    seconds: float | None = 30.0
-    evaluations: int | None = None
-    seed: int = 0
-    threads: int = 2
-
-
 def place_step(
     problem: Problem,
     effort: Effort,
     hints: Sequence[I32] = (),
     progress: Callable[[float], None] | None = None,
     load_ns: int | None = None,
+    start: I32 | None = None,
 ) -> StepLoadSolution:
     """Smallest largest load found.
 
@@ -91,8 +75,10 @@ def place_step(
     Args:
         hints: Placements to start from and to fall back on. `[N]` each
         load_ns: `LowerBound.load_ns` of the problem, if known.
+        start: A placement that is tried before all others. `[N]`
     """
-    return _Run(StepProblem(problem), effort, progress, load_ns).run(hints)
+    first = [] if start is None else [start]
+    return _Run(StepProblem(problem), effort, progress, load_ns).run(first, hints)
 
 
 def contiguous_step(problem: Problem, seconds: float) -> I32 | None:
@@ -162,15 +148,12 @@ class _Run:
         self.share = 0.0  # of what passes through memory that counts as held
         self.seen: dict[bytes, bool] = {}  # whether a placement of tasks fits
 
-    def run(self, hints: Sequence[I32]) -> StepLoadSolution:
+    def run(self, first: Sequence[I32], hints: Sequence[I32]) -> StepLoadSolution:
         interrupted = False
         try:
-            begun = self._left()
-            for d in self.problem.usable_devices:
-                if self.device is not None and self._left() < _SINGLES_LEAVE * begun:
-                    break
-                whole = np.full(len(self.step.first), d, np.int32)
-                self.offer(self.step.legal(whole)[self.step.of_task], "one device")
+            for device in first:
+                self.offer(self.step.together(device)[self.step.of_task], "the start")
+            self._singles()
             for device in hints:
                 if self._is_late():
                     break
@@ -197,11 +180,25 @@ class _Run:
             interrupted,
         )
 
+    def _singles(self) -> None:
+        """Single devices, with half of what may be spent at most."""
+        begun, spent = self._left(), self._spent
+        for d in self.problem.usable_devices:
+            if self.device is not None:
+                most = self.effort.evaluations
+                is_much = most is not None and self._spent - spent >= _SINGLES_LEAVE * most
+                if is_much or self._left() < _SINGLES_LEAVE * begun:
+                    break
+            whole = np.full(len(self.step.first), d, np.int32)
+            self.offer(self.step.legal(whole)[self.step.of_task], "one device")
+
     def offer(self, device: I32, how: str) -> bool:
-        """Take a placement of tasks if it is better; whether it fits."""
+        """Take a placement of tasks if it is better; whether it is known to fit."""
         name = device.tobytes()
         if name in self.seen:
             return self.seen[name]
+        if self._is_spent():
+            return False
         timeline = simulate(self.problem, Placement(self.problem.expand(device)))
         self.simulated += 1
         over = sum(timeline.missing_bytes.values())
@@ -233,7 +230,7 @@ class _Run:
         rows = [np.array(row, np.int32)[self.step.of_task] for row in product(*options)]
         rows.sort(key=lambda device: int(self.step.prices.loads_ns(device).max()))
         for device in rows:
-            if self._is_late():
+            if self._is_late() or (self._is_spent() and device.tobytes() not in self.seen):
                 return self._bound()
             if self.offer(device, "all placements tried"):
                 break
@@ -310,8 +307,16 @@ class _Run:
         return held
 
     def _settled(self) -> bool:
-        spent = self.effort.evaluations is not None and self.moves >= self.effort.evaluations
-        return self.key[:2] <= (0, self.bound) or self._is_late() or spent
+        return self.key[:2] <= (0, self.bound) or self._is_late() or self._moves(1.0) == 0
+
+    @property
+    def _spent(self) -> int:
+        return self.moves + self.simulated
+
+    def _is_spent(self) -> bool:
+        """Whether nothing more may be simulated; one placement always may."""
+        most = self.effort.evaluations
+        return self.device is not None and most is not None and self._spent >= most
 
     def _is_late(self) -> bool:
         return self._left() <= 0.02
@@ -322,9 +327,11 @@ class _Run:
         return max(0.01, self.effort.seconds - (time.monotonic() - self.started))
 
     def _moves(self, share: float) -> int | None:
+        """Moves of a share of what is left, beside the simulation of what they lead to."""
         if self.effort.evaluations is None:
             return None
-        return max(1, int(share * (self.effort.evaluations - self.moves)))
+        left = self.effort.evaluations - self._spent - 1
+        return max(1, int(share * left)) if left > 0 else 0
 
     def _solve(self, level: StepProblem, share: float) -> None:
         """Solve the model of a level in a share of what is left, and take what it gives."""
@@ -347,7 +354,7 @@ class _Run:
         counted = self.effort.seconds is None
         found = solve(
             model,
-            share * self._left(),
+            None if counted else share * self._left(),
             self.effort.seed,
             1 if counted else self.effort.threads,
             hint=self._hint(level, model),

@@ -153,7 +153,7 @@ class Machine:
     def __post_init__(self) -> None:
         _validate(self)
 
-    @property
+    @cached_property
     def device_names(self) -> tuple[str, ...]:
         """Names in the order of `devices`."""
         return tuple(device.name for device in self.devices)
@@ -166,6 +166,22 @@ class Machine:
     @cached_property
     def _direct(self) -> dict[tuple[str, str], Link]:
         return {(link.src, link.dst): link for link in self.links if link.usable}
+
+    @cached_property
+    def _receivers(self) -> dict[str, set[str]]:
+        """Devices that each one has a usable link to."""
+        found: dict[str, set[str]] = {name: set() for name in self.device_names}
+        for src, dst in self._direct:
+            found[src].add(dst)
+        return found
+
+    @cached_property
+    def _senders(self) -> dict[str, set[str]]:
+        """Devices that have a usable link to each one."""
+        found: dict[str, set[str]] = {name: set() for name in self.device_names}
+        for src, dst in self._direct:
+            found[dst].add(src)
+        return found
 
     @cached_property
     def _paths(self) -> dict[tuple[str, str], Link | None]:
@@ -185,13 +201,17 @@ class Machine:
             self._paths[key] = self._direct.get(key) or self._staged_path(src, dst)
         return self._paths[key]
 
+    def reaches(self, src: str, dst: str) -> bool:
+        """Whether there is a path, without working it out."""
+        direct = (src, dst) in self._direct
+        return direct or not self._receivers[src].isdisjoint(self._senders[dst])
+
     def _staged_path(self, src: str, dst: str) -> Link | None:
-        staged = [
-            _staged(self._direct[src, mid], self._direct[mid, dst])
-            for mid in sorted(self.device_names)
-            if (src, mid) in self._direct and (mid, dst) in self._direct
-        ]
-        return max(staged, key=lambda link: (link.bytes_per_s, -link.latency_ns), default=None)
+        """The fastest; of equal ones the first by the name of the stop."""
+        stops = sorted(self._receivers[src] & self._senders[dst])
+        ways = [(self._direct[src, mid], self._direct[mid, dst]) for mid in stops]
+        best = max(ways, key=_speed, default=None)
+        return None if best is None else _staged(*best)
 
 
 def channels_of(link: Link) -> tuple[str, ...]:
@@ -199,12 +219,18 @@ def channels_of(link: Link) -> tuple[str, ...]:
     return link.channels or (f"{link.src}->{link.dst}",)
 
 
-def _staged(first: Link, second: Link) -> Link:
+def _speed(way: tuple[Link, Link]) -> tuple[int, int]:
+    """Bandwidth of two links one after the other, bytes/s, and their latency, ns, negated."""
+    first, second = way
     rate = first.bytes_per_s * second.bytes_per_s // (first.bytes_per_s + second.bytes_per_s)
+    return max(1, rate), -(first.latency_ns + second.latency_ns)
+
+
+def _staged(first: Link, second: Link) -> Link:
     return Link(
         src=first.src,
         dst=second.dst,
-        bytes_per_s=max(1, rate),
+        bytes_per_s=_speed((first, second))[0],
         latency_ns=first.latency_ns + second.latency_ns,
         channels=tuple(dict.fromkeys(channels_of(first) + channels_of(second))),
         send_overhead_ns=first.send_overhead_ns,
@@ -264,7 +290,7 @@ def _validate(machine: Machine) -> None:
         seen.add((link.src, link.dst))
     for src in machine.device_names:
         for dst in machine.device_names:
-            if src != dst and machine.path(src, dst) is None:
+            if src != dst and not machine.reaches(src, dst):
                 raise MachineError(
                     f"Devices must reach each other with at most one stop: no way from {src} to "
                     f"{dst}. Add a [[links]] entry."

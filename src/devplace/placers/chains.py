@@ -94,7 +94,8 @@ class _Chain:
         self._keep_best()
         self._refocus()
         stale, most = 0, self._schedule.most_evaluations
-        while self._made < most and stale < self._schedule.patience and not self._is_late():
+        patience = self._schedule.patience
+        while self._made < most and stale < patience and not self._is_done():
             heat = self._best_value * self._schedule.heat * math.exp(-6.0 * self._spent())
             bar = self._value - heat * math.log(max(1e-300, self._random.uniform()))
             stale += 1
@@ -112,6 +113,10 @@ class _Chain:
             if is_other:
                 self._refocus()
         return (*self._best, self._made)
+
+    def _is_done(self) -> bool:
+        _, _, step, overflow = self._best
+        return (overflow == 0 and step <= self._schedule.least_ns) or self._is_late()
 
     def _device(self) -> I32:
         return self._groups[self._space.task_group]

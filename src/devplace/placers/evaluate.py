@@ -56,6 +56,7 @@ class Evaluator:
     Args:
         threads: Threads that simulate a batch; by default as many as there are usable cores.
         progress: Called with the part of the budget spent.
+        least_ns: A step time that no placement that fits can beat, if one is known.
         measure: Takes the place of simulated step times. It is called for placements within the
             memory limits only; one that fails when it runs counts as a byte over the limits.
 
@@ -78,8 +79,10 @@ class Evaluator:
         threads: int | None = None,
         progress: Callable[[float], None] | None = None,
         measure: Measure | None = None,
+        least_ns: int = 0,
     ) -> None:
         self._progress = progress
+        self.least_ns = least_ns
         self._measure = measure
         self.problem = problem
         self.budget = budget
@@ -123,6 +126,16 @@ class Evaluator:
         return (limit is not None and self.seconds >= limit) or (
             most is not None and self.num_evaluations >= most
         )
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the best placement so far is as fast as any can be."""
+        return not self.is_measured and self._best is not None and self._best[0] <= self.least_ns
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the budget is used up, or nothing better can be found."""
+        return self.exhausted or self.is_optimal
 
     @property
     def fraction_spent(self) -> float:

@@ -108,9 +108,9 @@ def place(
         seed: Seed of all randomness. The same seed and evaluations give the same plan.
         objective: `latency`, the time of one step, or `throughput`, the largest load of a device in
             a full pipeline of steps (see `devplace.load.step_loads`). For `throughput` the result
-            is a `ThroughputResult`, `search` is a solver of its own, whose evaluations are moves,
-            and the placements of other placers are valued after their backward ops have gone to
-            their forward ops.
+            is a `ThroughputResult`, `search` is a solver of its own, whose evaluations are moves
+            tried and placements simulated, and the placements of other placers are valued after
+            their backward ops have gone to their forward ops.
         request: How the problem came about (model, machine ...), kept in the plan.
         allow_infeasible: Return the best placement even if it breaks a memory limit.
         bound: Lower bounds, if already known.
@@ -157,7 +157,7 @@ def place(
         return place_throughput(
             problem, placer, budget, seed, bound, request, allow_infeasible, progress
         )
-    found = search(problem, placer, budget, seed, progress, measure)
+    found = search(problem, placer, budget, seed, progress, measure, bound.step_ns)
     placement, timeline = found.placement, found.timeline
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
     if found.is_infeasible and not bound.lack:

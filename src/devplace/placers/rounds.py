@@ -65,6 +65,7 @@ def search(
     seed: int,
     progress: Callable[[float], None] | None = None,
     measure: Measure | None = None,
+    least_ns: int = 0,
 ) -> Found:
     """Let `placer` place `problem`; again, with lower limits, where only gaps are too much.
 
@@ -74,8 +75,9 @@ def search(
     under limits lowered by the gaps; if need be once more, with the largest gap kept free on every
     GPU, as the same ops may have gone to another one. Lowered limits also shut out placements that
     fit: the one that the placer started from, and those that it remembers, are looked at as well.
+    `least_ns` is a step time that no placement that fits can beat, if one is known.
     """
-    rounds = [_search(problem, problem, placer, budget, seed, progress, measure)]
+    rounds = [_search(problem, problem, placer, budget, seed, progress, measure, least_ns)]
     if budget.seconds is not None:
         budget = replace(budget, seconds=budget.seconds / 2)
     room = np.zeros(len(problem.machine.devices), np.int64)
@@ -86,7 +88,7 @@ def search(
         if len(rounds) == MOST_ROUNDS - 1:
             room[problem.core.wires.fixed_buffers.astype(bool)] = room.max()
         rounds.append(
-            _search(_lowered(problem, room), problem, placer, budget, seed, None, measure)
+            _search(_lowered(problem, room), problem, placer, budget, seed, None, measure, least_ns)
         )
     best = min(rounds, key=lambda found: (found.over_bytes, found.timeline.makespan_ns))
     if not _lacks_only_gaps(rounds[0].timeline):
@@ -124,8 +126,9 @@ def _search(
     seed: int,
     progress: Callable[[float], None] | None,
     measure: Measure | None,
+    least_ns: int,
 ) -> Found:
-    evaluate = Evaluator(narrowed, budget, progress=progress, measure=measure)
+    evaluate = Evaluator(narrowed, budget, progress=progress, measure=measure, least_ns=least_ns)
     interrupted = False
     try:
         placement = placer(narrowed, evaluate, np.random.default_rng(seed))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from devplace.load import (
     Effort,
@@ -35,9 +36,12 @@ from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.bounds import LowerBound
 
+I32 = NDArray[np.int32]
+
 # Single last: the solver tries single devices itself, and of many they take long.
 _STARTS: tuple[Placer, ...] = (PipeDream(), Even(), Layers(), Greedy(), MinCut(), Single())
 _STARTS_PART = 0.3  # of the time, after which no further one is made
+_STARTS_SHARE = 10  # one evaluation in so many is theirs, at most
 
 
 @dataclass(frozen=True)
@@ -131,23 +135,35 @@ def _solved(
     load_ns: int,
 ) -> StepLoadSolution:
     """From the quick placers' placements, and from the one the search was told to start from."""
-    began, seconds = time.monotonic(), budget.seconds
-    hints = []
-    for start in _STARTS:
-        if seconds is not None and time.monotonic() - began > _STARTS_PART * seconds:
-            break
-        evaluate = Evaluator(problem, Budget(evaluations=len(problem.usable_devices) + 1))
-        if not start.supports(problem):
-            rng = np.random.default_rng(seed)
-            hints.append(problem.task_devices(start(problem, evaluate, rng)))
-    if placer.start is not None:
-        hints.append(problem.task_devices(placer.start))
+    began, seconds, most = time.monotonic(), budget.seconds, budget.evaluations
+    hints, tried = _hints(problem, budget, seed)
     spent = time.monotonic() - began
     if seconds is not None:
         seconds = max(0.05, seconds - spent)
-    effort = Effort(seconds, budget.evaluations, seed, num_cores())
-    found = place_step(problem, effort, hints, progress, load_ns)
-    return replace(found, seconds=found.seconds + spent)
+    if most is not None:
+        most -= tried
+    start = None if placer.start is None else problem.task_devices(placer.start)
+    effort = Effort(seconds, most, seed, num_cores())
+    found = place_step(problem, effort, hints, progress, load_ns, start)
+    return replace(found, seconds=found.seconds + spent, evaluations=found.evaluations + tried)
+
+
+def _hints(problem: Problem, budget: Budget, seed: int) -> tuple[list[I32], int]:
+    """Placements of tasks by the quick placers, and the simulations that they took."""
+    began, most = time.monotonic(), budget.evaluations
+    part = None if most is None else max(1, most // _STARTS_SHARE)
+    evaluate = Evaluator(problem, Budget(evaluations=part))
+    hints: list[I32] = []
+    for start in _STARTS if most != 1 else ():  # the one is for the answer
+        late = budget.seconds is not None and (
+            time.monotonic() - began > _STARTS_PART * budget.seconds
+        )
+        if late:
+            break
+        if not start.supports(problem):
+            rng = np.random.default_rng(seed)
+            hints.append(problem.task_devices(start(problem, evaluate, rng)))
+    return hints, evaluate.num_evaluations
 
 
 def _by_placer(

@@ -14,8 +14,8 @@ from devplace.run.check import CheckReport, check
 from devplace.run.compile import Step, compile_step
 
 _MADE_FOR = (
-    "Give the model, batch, loss, optimizer, micro_batches, clip_grad_norm and autocast that it "
-    "was made for, or plan again."
+    "Give the model, batch, loss, optimizer, micro_batches, clip_grad_norm, autocast and "
+    "stack_gradients that it was made for, or plan again."
 )
 
 
@@ -31,6 +31,7 @@ def compile(
     micro_batches: int = 1,
     clip_grad_norm: float | None = None,
     autocast: Any = None,
+    stack_gradients: bool = False,
     seed: int = 0,
     waits: bool = True,
     staged_pairs: frozenset[tuple[str, str]] = frozenset(),
@@ -43,9 +44,10 @@ def compile(
         optimizer: The optimizer of the model; its present learning rates are used at every step.
             Default: the one given to `capture`.
         graph: The captured step. Default: the plan's own, or a new capture.
-        example_inputs, example_kwargs, loss_fn, micro_batches, clip_grad_norm, autocast: As given
-            to `capture`, to capture again: for a plan from a file, or for another loss function,
-            clipping or autocast than those that the plan's own graph has.
+        example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
+            again: for a plan from a file, or for another loss function or other options than those
+            of the plan's own graph.
+        clip_grad_norm, autocast, stack_gradients: Likewise.
         seed: Fixes all random numbers, whatever the placement.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used; their
@@ -63,10 +65,14 @@ def compile(
     found = graph or (plan.problem.graph if plan.problem is not None else None)
     if optimizer is None and found is not None and found.program is not None:
         optimizer = found.program.optimizer
-    if graph is None and found is not None and _is_other(found, loss_fn, clip_grad_norm, autocast):
+    options = {
+        "clip_grad_norm": clip_grad_norm,
+        "autocast": autocast,
+        "stack_gradients": stack_gradients,
+    }
+    if graph is None and found is not None and _is_other(found, loss_fn, options):
         found = None
     if found is None or found.program is None:
-        options = {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
         found = _capture_again(
             model, example_inputs, example_kwargs, loss_fn, optimizer, micro_batches, options
         )
@@ -145,12 +151,11 @@ def _check_plan(plan: Any) -> None:
     raise InputError(f"A plan must be a dp.Plan, got {type(plan).__name__}. {way}.")
 
 
-def _is_other(graph: OpGraph, loss_fn: Any, clip_grad_norm: float | None, autocast: Any) -> bool:
+def _is_other(graph: OpGraph, loss_fn: Any, options: Mapping[str, Any]) -> bool:
     """Whether a graph was captured with another loss function or other options than are given."""
     program = graph.program
     is_other_loss = loss_fn is not None and program is not None and program.loss_fn != loss_fn
-    given = {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
-    named = {key: str(value).removeprefix("torch.") for key, value in given.items() if value}
+    named = {key: str(value).removeprefix("torch.") for key, value in options.items() if value}
     return is_other_loss or any(str(graph.meta.get(k)) != value for k, value in named.items())
 
 

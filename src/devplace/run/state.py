@@ -309,7 +309,7 @@ def _step_counter(optimizer: Any, group: dict[str, Any]) -> Any:
     settings["capturable"] = settings.get("capturable", False) and place.type != "cpu"
     try:
         twin = type(optimizer)([{**settings, "params": [scrap]}])
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.device("cpu"):  # whatever the user's default device is
             twin.step()
     except TypeError:  # a class of the user's with another constructor
         return None

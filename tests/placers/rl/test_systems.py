@@ -16,7 +16,7 @@ from tests.strategies import random_problem
 
 from devplace import placers
 from devplace.errors import InfeasibleError, InputError, ProblemError
-from devplace.placers import LEARNING, place
+from devplace.placers import LEARNING, Budget, place
 from devplace.placers.rl.costs import sqrt_reward
 from devplace.placers.rl.options import TrainingOptions
 from devplace.problem import Problem
@@ -132,6 +132,17 @@ def test_it_keeps_the_promises_of_placers(name: str) -> None:
     check_placer(small(name), evaluations=12)
     check_placer(small(name), [random_problem(seed, 25, 3) for seed in range(3)], evaluations=12)
     check_placer(small(name), [three_ops()], evaluations=1)
+
+
+@pytest.mark.parametrize("objective", placers.OBJECTIVES)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_spends_no_more_than_its_budget(name: str, objective: str) -> None:
+    """What is counted is never above the evaluations allowed, for both objectives."""
+    for problem in (three_ops(), random_problem(1, 25, 3)):
+        for evaluations in (1, 2, 3, 10):
+            budget = Budget(evaluations=evaluations)
+            found = place(problem, small(name), budget, objective=objective, allow_infeasible=True)
+            assert found.evaluations <= evaluations
 
 
 @pytest.mark.parametrize("problem", [three_ops(), tight()], ids=["three ops", "tight"])

@@ -63,6 +63,7 @@ class Request:
         optimizer: The user's optimizer, kept for the program.
         loss_fn: As the user gave it.
         adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
+        stack_gradients: Whether products of a weight's gradient are stacked.
     """
 
     model: torch.nn.Module
@@ -77,6 +78,7 @@ class Request:
     optimizer: Any = None
     loss_fn: Any = None
     adds_up: bool = False
+    stack_gradients: bool = False
 
 
 @dataclass

@@ -102,7 +102,7 @@ class _Solve:
         """Solve with what the budget leaves, and simulate what was found."""
         cp = cp_model()
         problem, evaluate = self._problem, self._evaluate
-        least = lower_bound(problem).step_ns
+        least = evaluate.least_ns or lower_bound(problem).step_ns
         if self._fits and self._step_ns <= least:
             return self._known
         if evaluate.exhausted:

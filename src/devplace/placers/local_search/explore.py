@@ -85,6 +85,7 @@ class Schedule:
         patience: Moves without improvement after which a chain ends.
         seconds: For all chains, s; 0: no limit.
         moves: What the moves are.
+        least_ns: A step time that no placement that fits can beat: a chain that gets there ends.
     """
 
     heat: float
@@ -93,6 +94,7 @@ class Schedule:
     patience: int
     seconds: float
     moves: Moves = MOVES
+    least_ns: int = 0
 
 
 class Explorer:
@@ -165,7 +167,7 @@ class Explorer:
         """The schedule within what the budget leaves; None if that is nothing."""
         budget = self._evaluate.budget
         left = until - self._evaluate.fraction_spent
-        if left <= 0 or self._evaluate.exhausted:
+        if left <= 0 or self._evaluate.is_over:
             return None
         seconds, most = schedule.seconds, schedule.most_evaluations
         if budget.seconds is not None:
@@ -175,7 +177,8 @@ class Explorer:
             most = min(schedule.most_evaluations, most // self._chains)
             if most < 2:
                 return None
-        return replace(schedule, most_evaluations=most, seconds=seconds)
+        least = self._evaluate.least_ns
+        return replace(schedule, most_evaluations=most, seconds=seconds, least_ns=least)
 
     def _space(self, classes: Classes, devices: Sequence[int]) -> Space:
         wires, tasks = self._problem.core.wires, self._problem.core.tasks

@@ -61,7 +61,7 @@ def refine_placement(
     problem, evaluate = incumbent.problem, incumbent.evaluate
     tasks = problem.core.tasks
     stale = 0
-    while stale < 60 and evaluate.fraction_spent < until and not evaluate.exhausted:
+    while stale < 60 and evaluate.fraction_spent < until and not evaluate.is_over:
         best = incumbent.best
         device = best.groups[tasks.group]
         priority = best.priority
@@ -72,7 +72,7 @@ def refine_placement(
         if not chain:  # nothing but sources
             return
         for _ in range(8):
-            if evaluate.exhausted:
+            if evaluate.is_over:
                 break
             candidates = [
                 _move_some(problem, best.groups, device, chain, rng, devices) for _ in range(width)
@@ -121,7 +121,7 @@ def improve_order(incumbent: Incumbent, rng: np.random.Generator, until: float, 
         base = evaluate.kernel.priority(device)
     static = evaluate.kernel.priority(device)
     stale = 0
-    while stale < 12 and evaluate.fraction_spent < until and not evaluate.exhausted:
+    while stale < 12 and evaluate.fraction_spent < until and not evaluate.is_over:
         best: Best = incumbent.best
         current = best.priority if best.priority is not None else base
         tails = realised_tails(problem, device, evaluate.kernel.trace(device, current))

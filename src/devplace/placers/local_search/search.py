@@ -52,6 +52,9 @@ LIST_PART = 0.3
 # Placements (times orders) times tasks up to which all are tried: about a second.
 MOST_TRIED = 1_000_000
 
+# Rounds without improvement after which the search ends where all placements were tried: what is
+# left is their order.
+TRIED_PATIENCE = 3
 # After a round that brought nothing the next is hot: so many times the heat, for this part of the
 # budget.
 HOT = (2.0, 4.0, 8.0)
@@ -70,6 +73,9 @@ class Search:
     list schedulers) are tried first, so the result is never worse than any of them. Chains know
     priorities alone: a start with an order of its own (`Placement.order`) goes into them by its
     priorities, and is returned as it was where nothing shorter is found.
+
+    A step that fits and is as short as the lower bound ends the search; so do some rounds without
+    improvement once all placements of a tiny graph were tried.
 
     Attributes:
         width: Chains of annealing; under a budget of time as many as there are threads, up to 16.
@@ -118,18 +124,18 @@ class Search:
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
-        """Search until the budget is spent."""
+        """Search until the budget is spent, or nothing better can be found."""
         starts, ordered = self._trivial(problem, evaluate, rng)
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
-        self._exhaust(incumbent, rng)
-        if not evaluate.exhausted:
+        patience = None if evaluate.is_optimal else self._exhaust(incumbent, rng)
+        if not evaluate.is_over and patience != 0:
             fast = accelerators(problem)
             everything = list(problem.usable_devices)
             devices = fast if starts[0].overflow_bytes == 0 else everything
             levels = self._levels(problem, evaluate.budget)
-            self._explore(incumbent, starts, levels, devices, rng)
+            self._explore(incumbent, starts, levels, devices, rng, patience)
         best = incumbent.best
         if ordered is not None and ordered[0] < best.key:
             return ordered[1]
@@ -145,8 +151,10 @@ class Search:
         levels: list[Classes],
         devices: list[int],
         rng: np.random.Generator,
+        patience: int | None,
     ) -> None:
-        """Chains from coarse to fine, then the order and the critical path in turn."""
+        """Chains from coarse to fine, then the order and the critical path in turn, to the end of
+        the budget or until so many rounds in a row have found nothing."""
         evaluate, everything = incumbent.evaluate, list(incumbent.problem.usable_devices)
         chains = self._num_chains(evaluate)
         explorer = Explorer(incumbent.problem, evaluate, rng, chains)
@@ -177,8 +185,8 @@ class Search:
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
             found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
         evaluate.runners_up.heading = "fine"
-        is_stale = False
-        while not evaluate.exhausted:
+        stale = 0
+        while not evaluate.is_over and stale != patience:
             before, known = evaluate.num_evaluations, incumbent.best
             spent = evaluate.fraction_spent
             if self.improves_order:
@@ -187,14 +195,14 @@ class Search:
             heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
             critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
-            if is_stale:
+            if stale:
                 level, until = levels[-1], spent + max(HOT_PART, 0.3 * (1 - spent))
                 heat = self.heat * float(rng.choice(HOT))
                 critical = float(rng.choice([0.3, 1.0]))
             run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
-            is_stale = incumbent.best is known
+            stale = stale + 1 if incumbent.best is known else 0
             if not limited or evaluate.num_evaluations == before:
                 break
 
@@ -246,31 +254,38 @@ class Search:
                 keep(placer(problem, evaluate, rng), placer.name)
         return sorted(found, key=lambda best: best.key), min(ordered, key=_key, default=None)
 
-    def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> None:
-        """Try every placement of a small problem, and of a tiny one with many orders."""
+    def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> int | None:
+        """Try every placement of a small problem, and of a tiny one with many orders.
+
+        Returns:
+            Rounds without improvement that are of use from here on: none where every placement was
+            tried with every order, `TRIED_PATIENCE` where every placement was tried, else no limit.
+        """
         evaluate, tasks = incumbent.evaluate, incumbent.problem.core.tasks
         allowed = incumbent.problem.allowed
         tiny = MOST_TRIED // max(1, tasks.num_tasks)
         most = max(self.exact, tiny)
         if np.log(allowed.sum(axis=1)).sum() > 1 + np.log(most):  # the product may be huge
-            return
+            return None
         choices = [np.flatnonzero(row).tolist() for row in allowed]
         count = math.prod(len(options) for options in choices)
         left = evaluate.budget.evaluations or count
         if count > min(most, left):
-            return
+            return None
         every = np.array(list(itertools.product(*choices)), np.int32)
         for first in range(0, count, 64):
             incumbent.try_all(every[first : first + 64])
-            if evaluate.exhausted:
-                return
+            if evaluate.is_over:
+                return None
         orders = min(tiny // count, (left - evaluate.num_evaluations) // (2 * count))
-        for order in _orders(np.flatnonzero(tasks.is_source == 0), orders, rng):
+        work = np.flatnonzero(tasks.is_source == 0)
+        for order in _orders(work, orders, rng):
             priority = np.zeros(tasks.num_tasks, np.int64)
             priority[order] = np.arange(len(order), 0, -1)
             incumbent.try_all(every, priority)
-            if evaluate.exhausted:
-                return
+            if evaluate.is_over:
+                return None
+        return 0 if _are_all(len(work), orders) else TRIED_PATIENCE
 
     def _needs_no_coarse(self, num_groups: int, budget: Budget) -> bool:
         """Whether chains can begin with single groups: few, with many moves for each."""
@@ -333,11 +348,16 @@ def _orders(work: I64, most: int, rng: np.random.Generator) -> Iterator[I64]:
     """All orders of tasks, or this many random ones."""
     if len(work) < 2 or most < 1:
         return
-    if len(work) <= 7 and math.factorial(len(work)) <= most:
+    if _are_all(len(work), most):
         yield from (np.array(row) for row in itertools.permutations(work))
         return
     for _ in range(most):
         yield rng.permutation(work)
+
+
+def _are_all(count: int, most: int) -> bool:
+    """Whether `_orders` gives all orders of so many tasks."""
+    return count < 2 or (count <= 7 and math.factorial(count) <= most)
 
 
 def _first_task_of_group(problem: Problem) -> I32:
