@@ -296,3 +296,34 @@ def test_an_exported_program_is_told_to_give_its_module() -> None:
         dp.capture(exported, x)  # type: ignore[arg-type]
     with dp.parallelize(exported.module(), x, machine=1, budget="1ev", confirm=False) as infer:
         assert torch.equal(infer(x), model(x))
+
+
+class Filling(nn.Module):
+    """Writes each call into the next row of a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("rows", torch.zeros(3, 2))
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Any) -> Any:
+        self.rows.index_copy_(0, self.place[None], self.linear(x))
+        self.place.add_(1)
+        return self.rows.sum(0)
+
+
+def test_a_step_that_cannot_be_repeated_is_not_timed_but_runs() -> None:
+    """A cache is full after some steps of one batch; the step begins with an empty one."""
+    model = Filling().eval()
+    twin = copy.deepcopy(model)
+    inputs = [torch.randn(1, 3) for _ in range(3)]
+    with dp.parallelize(model, inputs[0], machine=2, budget="5ev", confirm=False) as step:
+        assert step.measured_ns is None
+        assert "cannot be repeated" in str(step)
+        for x in inputs:
+            torch.testing.assert_close(step(x), twin(x).detach())
+        with pytest.raises(ExecutionError, match="out of bounds"):
+            step(inputs[0])
+        step.sync()
+    assert int(model.place) == 3

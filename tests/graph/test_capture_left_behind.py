@@ -6,6 +6,7 @@ import collections
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.run.placed import at_random, compare_with_eager, sgd
@@ -273,3 +274,74 @@ def test_a_running_mean_in_a_container_is_refused(name: str) -> None:
     with pytest.raises(CaptureError, match="means goes from"):
         capture(model, batches()[0], normed, sgd(list(model.parameters())))
     assert list(means) == before
+
+
+def test_a_log_of_losses_is_no_state_and_a_mean_over_it_is() -> None:
+    """Tensors of earlier steps are in the list beside the one that the trace leaves."""
+    log = [torch.tensor(1.0), torch.tensor(2.0)]
+
+    def logged(m: Any, x: Any, y: Any) -> Any:
+        log.append(loss_fn(m, x, y).detach())
+        return loss_fn(m, x, y) / (len(log) > 0)
+
+    def averaged(m: Any, x: Any, y: Any) -> Any:
+        log.append(loss_fn(m, x, y).detach())
+        return loss_fn(m, x, y) / torch.stack(log[-2:]).mean()
+
+    model = nn.Linear(4, 3)
+    graph = capture(model, batches()[0], logged, sgd(list(model.parameters())))
+    assert [result.role for result in graph.results].count("loss") == 1
+    with pytest.raises(CaptureError, match="log goes from"):
+        capture(model, batches()[0], averaged, sgd(list(model.parameters())))
+    assert [float(each) for each in log] == [1.0, 2.0]
+
+
+class Counting(nn.Module):
+    """Counts in an array, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.count = nn.Linear(4, 3), np.ones(3, dtype=np.float32)
+
+    def forward(self, x: Any) -> Any:
+        self.count *= 2
+        return self.head(x) * torch.from_numpy(self.count)
+
+
+def test_an_array_that_a_step_writes_is_refused_and_left_as_it_was() -> None:
+    """Arrays are changed in place, which a trace must not do to the user's."""
+    model, table = Counting(), np.ones(3, dtype=np.float32)
+
+    def scaled(m: Any, x: Any, y: Any) -> Any:
+        table[:] += 1
+        return loss_fn(m, x, y) * float(table.sum())
+
+    for net, loss, name in ((model, loss_fn, "'count'"), (nn.Linear(4, 3), scaled, "table")):
+        with pytest.raises(CaptureError, match=rf"{name}.* goes from array\(\[1"):
+            capture(net, batches()[0], loss, sgd(list(net.parameters())))
+    assert model.count.tolist() == table.tolist() == [1, 1, 1]
+
+
+def test_data_of_tensors_outside_the_model_is_not_assigned() -> None:
+    """They would be left without values."""
+    average, slow, plain = torch.zeros(3), nn.Linear(4, 3), nn.Linear(4, 3)
+    plain.average = torch.zeros(3)
+
+    def of_a_tensor(m: Any, x: Any, y: Any) -> Any:
+        average.data = average.data * 0.9 + m(x).mean(0).detach()
+        return F.cross_entropy(m(x) - average, y)
+
+    def of_a_module(m: Any, x: Any, y: Any) -> Any:
+        for old, new in zip(slow.parameters(), m.parameters(), strict=True):
+            old.data = 0.9 * old.data + 0.1 * new.data
+        return F.cross_entropy(m(x) - slow(x).detach(), y)
+
+    def of_an_attribute(m: Any, x: Any, y: Any) -> Any:
+        m.average.data = m.average.data + m(x).mean(0).detach()
+        return F.cross_entropy(m(x) - m.average, y)
+
+    for loss in (of_a_tensor, of_a_module, of_an_attribute):
+        with pytest.raises(CaptureError, match=r"\.data of a tensor of shape .* is assigned"):
+            capture(plain, batches()[0], loss, sgd(list(plain.parameters())))
+    left: list[Any] = [average, plain.average, *slow.parameters()]
+    assert not any(tensor.is_meta for tensor in left)

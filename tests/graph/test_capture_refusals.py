@@ -204,6 +204,8 @@ def test_missing_loss_is_refused() -> None:
         capture(model, batches()[0][0], None, sgd(model))
     with pytest.raises(CaptureError, match=r"loss_fn returned shape \(6, 4\)"):
         capture(model, batches()[0], lambda m, x, y: m(x), sgd(model))
+    with pytest.raises(CaptureError, match=r"the model gets all inputs .*too many positional"):
+        capture(model, batches()[0], None, sgd(model))
 
 
 @pytest.mark.parametrize(

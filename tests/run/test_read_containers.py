@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -162,8 +164,108 @@ def multiplied() -> Case:
     )
 
 
+class Record(NamedTuple):
+    """Options that are replaced as a whole."""
+
+    beta: float = 1.0
+    epoch: int = 0
+
+
+class Margin:
+    """A loss that is an object."""
+
+    def __init__(self, margin: float) -> None:
+        self.margin = margin
+
+    def __call__(self, output: Any, y: Any) -> Any:
+        return F.multi_margin_loss(output, y, margin=self.margin)
+
+
+def swapped(value: Any, other: Any, use: Any, message: str) -> Case:
+    """A variable that is assigned anew."""
+    held: Any = value
+
+    def change() -> None:
+        nonlocal held
+        held = other
+
+    return lambda m, x, y: plain(m, x, y) * use(held, m(x), y), change, message
+
+
+def text() -> Case:
+    """A method of a text."""
+    return swapped("train", "eval", lambda v, o, y: 2.0 if v.startswith("t") else 1.0, "'eval'")
+
+
+def enumerated() -> Case:
+    """The value of an enum."""
+    kinds = enum.Enum("kinds", {"ONE": 1.0, "TWO": 2.0})
+    return swapped(kinds.ONE, kinds.TWO, lambda v, o, y: v.value, "kinds.TWO")  # type: ignore[attr-defined]
+
+
+def field() -> Case:
+    """A field of a named tuple, of which another one may change."""
+    holder = SimpleNamespace(options=Record())
+
+    def change() -> None:
+        holder.options = holder.options._replace(beta=2.0)
+
+    return (
+        lambda m, x, y: plain(m, x, y) * holder.options.beta,
+        change,
+        "'holder.options.beta' is 2",
+    )
+
+
+def method_of_a_tensor() -> Case:
+    """A tensor of which a method makes the constant."""
+    return swapped(torch.ones(3), torch.zeros(3), lambda v, o, y: v.mean(), "'held' is another one")
+
+
+def method_of_an_array() -> Case:
+    """An array of which a number is taken."""
+    return swapped(np.ones(3), np.zeros(3), lambda v, o, y: v.mean(), "'held' is array")
+
+
+def method_of_a_dict() -> Case:
+    """An item by a key that is no constant, with a default."""
+    weights, key = {"kl": 1.0}, "kl"
+    return (
+        lambda m, x, y: plain(m, x, y) * weights.get(key, 5.0),
+        lambda: weights.update(kl=2.0),
+        "\"weights['kl']\" is 2.0",
+    )
+
+
+def partial() -> Case:
+    """A partial function with another argument."""
+    one, other = (functools.partial(torch.mul, each) for each in (1.0, 2.0))
+    return swapped(one, other, lambda v, o, y: v(o.mean()), "'held' is another one")
+
+
+def called_object() -> Case:
+    """An object that is called, made anew with another number."""
+    return swapped(Margin(1.0), Margin(2.0), lambda v, o, y: v(o, y), "'held' is another one")
+
+
+def chosen_class() -> Case:
+    """A class that is made an object of."""
+    return swapped(nn.L1Loss, nn.MSELoss, lambda v, o, y: v()(o, o + 2), "'held' is another one")
+
+
+def weight_of_a_criterion() -> Case:
+    """A buffer of a loss module, replaced."""
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
+    return (
+        lambda m, x, y: criterion(m(x), y),
+        lambda: setattr(criterion, "weight", torch.tensor([1.0, 5.0, 1.0])),
+        "'weight of criterion, outside the model' is another one",
+    )
+
+
 CASES = (long_list, variable_key, queue, array, terms, tensors, by_name, unpacked, as_dict)
-CASES += (as_number, multiplied)
+CASES += (as_number, multiplied, text, enumerated, field, method_of_a_tensor, method_of_an_array)
+CASES += (method_of_a_dict, partial, called_object, chosen_class, weight_of_a_criterion)
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
@@ -177,6 +279,58 @@ def test_a_part_that_changes_is_named(make: Callable[[], Case]) -> None:
         step(*batch())
     assert message in str(caught.value)
     assert len(str(caught.value)) < 900
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "use"),
+    [
+        (Margin(1.0), Margin(1.0), lambda v, o, y: v(o, y)),
+        (
+            functools.partial(torch.mul, 1.0),
+            functools.partial(torch.mul, 1.0),
+            lambda v, o, y: v(o.mean()),
+        ),
+        (torch.ones(3), torch.ones(3), lambda v, o, y: v.mean()),
+    ],
+    ids=["object", "partial", "tensor"],
+)
+def test_what_is_made_anew_alike_is_the_same(value: Any, other: Any, use: Any) -> None:
+    """As when a cell of a notebook is run again."""
+    loss, change, _ = swapped(value, other, use, "")
+    step = made(loss)
+    change()
+    step(*batch())
+
+
+def test_a_field_of_a_named_tuple_that_nobody_reads_may_change() -> None:
+    """The tuple is another one then."""
+    holder = SimpleNamespace(options=Record())
+    step = made(lambda m, x, y: plain(m, x, y) * holder.options.beta)
+    holder.options = holder.options._replace(epoch=1)
+    step(*batch())
+
+
+@pytest.mark.parametrize("kind", [list, dict, set, collections.deque])
+def test_what_is_only_written_may_change(kind: Any) -> None:
+    """A list of losses that the loss function appends to is the user's to clear."""
+    log = kind()
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        found = plain(m, x, y)
+        if isinstance(log, dict):
+            log.update(last=found.detach())
+        elif isinstance(log, set):
+            log.add("called")
+        else:
+            log.append(found.detach())
+        return found
+
+    step = made(loss)
+    assert not log
+    step(*batch())
+    _ = log.update(mean=1.0) if isinstance(log, dict) else None
+    _ = log.append(1.0) if isinstance(log, (list, collections.deque)) else None
+    step(*batch())
 
 
 class Scaled(nn.Module):

@@ -109,6 +109,24 @@ def proxied() -> Case:
     )
 
 
+class Renamed(Proxy):
+    """Options that have other names, too."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, {"gain": "_options"}.get(name, name))
+
+
+def renamed() -> Case:
+    """An attribute under another name."""
+    options = Renamed(beta=1.0, epoch=0)
+    return (
+        lambda m, x, y: plain(m, x, y) * options.gain["beta"],
+        lambda: options._options.update(epoch=1),
+        lambda: options._options.update(beta=2.0),
+        "options.gain['beta']",
+    )
+
+
 def behind_a_property() -> Case:
     """What a property reads."""
     options = Proxy(beta=1.0)
@@ -285,7 +303,7 @@ def function() -> Case:
 
 
 CASES = (slotted, attributed, proxied, behind_a_property, item, enumerated, of_a_class, replaced)
-CASES += (passed_on, bound, without_a_file, imported, missing, tensor, module, function)
+CASES += (renamed, passed_on, bound, without_a_file, imported, missing, tensor, module, function)
 
 
 @pytest.fixture(autouse=True)

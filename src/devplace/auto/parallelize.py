@@ -237,12 +237,23 @@ class _Job:
             raise
 
     def _settle(self, step: Step) -> int | None:
-        """Run the step some times as it will be used, and undo what that changed in it."""
+        """Run the step some times as it will be used, and undo what that changed in it.
+
+        A step that cannot be repeated with one batch, as one that fills a cache, is run once.
+        """
         args, kwargs = as_call(self.inputs, self.kwargs)
         if any(_is_meta(leaf) for leaf in (*args, *kwargs.values())):
             return None
         wait = getattr(step.executor, "synchronize", lambda: None)
-        rounds = time_steps(lambda: step(*args, **kwargs), wait, SETTLE_SECONDS)
+        begun = step.steps_done
+        try:
+            rounds = time_steps(lambda: step(*args, **kwargs), wait, SETTLE_SECONDS)
+        except ExecutionError:
+            if step.executor.has_lost_state or step.steps_done == begun:
+                raise
+            self.notes.append("not timed here: the step cannot be repeated with one batch")
+            step.restart()
+            return None
         step.restart()
         return median_ns(rounds)
 

@@ -14,7 +14,7 @@ from devplace.graph.capture.values import (
     NOTHING,
     difference,
     differs,
-    is_function,
+    is_computed_with,
     shown,
 )
 from devplace.graph.program import Binding, Program
@@ -227,7 +227,7 @@ def _written(kind: str, key: str, tensor: Any) -> PlanMismatchError:
 
 def _other_value(what: str, now: Any, captured: Any) -> PlanMismatchError:
     rule, found, way = "Plain values that a step reads are", shown(now), ""
-    if isinstance(captured, (torch.Tensor, torch.nn.Module)) or is_function(captured):
+    if is_computed_with(captured):
         rule = "What a step computes with is"
         found = "another one" if type(now) is type(captured) else found
     else:

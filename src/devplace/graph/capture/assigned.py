@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.sources import memory
@@ -29,6 +30,12 @@ def data_written(sources: Mapping[str, torch.Tensor]) -> Iterator[None]:
     def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         name = names.get(id(tensor))
         if name is None:
+            if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
+                raise CaptureError(
+                    f"State of a step must be part of the model: .data of a tensor of shape "
+                    f"{list(tensor.shape)} is assigned, which is no parameter or buffer. Keep it "
+                    f"in a buffer (register_buffer), or make its module a part of the model."
+                )
             original.__set__(tensor, value)
             return
         _refuse_other(name, tensor, value)

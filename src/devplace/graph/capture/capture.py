@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils._pytree import tree_leaves
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.batch import make_batch, refuse_whole_target
@@ -29,13 +28,13 @@ from devplace.graph.capture.refuse import (
     refuse_stray_parameters,
     unwrap,
 )
-from devplace.graph.capture.same import is_same_step
+from devplace.graph.capture.same import is_same_step, reads_array
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.step import Request, Step
 from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
-from devplace.graph.capture.values import shown
+from devplace.graph.capture.values import is_array, shown
 from devplace.graph.graph import OpGraph
 
 Progress = Callable[[str, int], None]
@@ -142,13 +141,15 @@ def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
     """
     model = step.request.model
     again = Step(step.request, Tagger(model))
-    left = [t for _, now in step.host_state for t in tree_leaves(now) if _is_tensor(t)]
+    left = [stand_in for _, stand_in in step.left]
     with torch.inference_mode(False), undisturbed(model), step.with_host_state():
         try:
             after = _trace(again, _fakes(again), again.tagger)
         except CaptureError:
             after = None
-    if after is None or not is_same_step(gm, after, left, step.steady_inputs(gm)):
+    written = [each.present() for each, _ in step.host_state if is_array(each.value)]
+    is_same = after is not None and is_same_step(gm, after, left, step.steady_inputs(gm))
+    if not is_same or any(reads_array(gm, array) for array in written):
         (variable, now), *_ = step.host_state
         raise CaptureError(
             f"What a step computes must not depend on values that it changes: {variable.name} goes "
@@ -156,10 +157,6 @@ def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
             f"the first. Keep it in a buffer (register_buffer) that is there from the start, or "
             f"pass it as an input tensor."
         )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _request(

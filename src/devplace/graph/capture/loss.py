@@ -31,7 +31,7 @@ def loss_call(
         is_cut: Whether the batch is cut into chunks: cross entropy then gives a sum and a weight.
     """
     if loss_fn is None:
-        return lambda *args, **kwargs: _loss_of_output(model(*args, **kwargs))
+        return lambda *args, **kwargs: _loss_of_output(_output(model, args, kwargs))
     if not callable(loss_fn):
         raise CaptureError(
             f"loss_fn must be a function of (model, *inputs) or a torch loss, got {loss_fn!r}."
@@ -54,6 +54,22 @@ def loss_call(
 
     chunk_loss = summed(loss_fn) if is_cut else loss_fn
     return apply
+
+
+def _output(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """What a model gives for all inputs; says so if it does not take as many."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"Without loss_fn the model gets all inputs and gives the loss: {error}. Pass a loss, "
+            f"such as F.cross_entropy, which takes the last input as the target."
+        ) from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return model(*args, **kwargs)
 
 
 def _own_loss(

@@ -72,11 +72,11 @@ class UpdateRule:
     def _check_fixed(self, options: Mapping[str, Any]) -> None:
         for name in _FIXED_OPTIONS[self.kind]:
             if name in options and _plain(options[name]) != self.options[name]:
+                way = " (for schedulers: cycle_momentum=False)" if name == "betas" else ""
                 raise CaptureError(
                     f"Only the learning rate and SGD's momentum may change after capture: {name!r} "
                     f"of parameter group {self.group} is {options[name]!r}, captured with "
-                    f"{self.options[name]!r}. Capture again, or keep it fixed (for schedulers: "
-                    f"cycle_momentum=False)."
+                    f"{self.options[name]!r}. Capture again, or keep it fixed{way}."
                 )
         if self.kind == "sgd" and (options["momentum"] != 0) != (self.options["momentum"] != 0):
             raise CaptureError(

@@ -7,18 +7,33 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.lookups import (
+    CACHE,
+    attribute_of,
+    defaults_of,
+    function_behind,
+    is_package,
+    is_read_whole,
+    is_users,
+    looked_up,
+)
 from devplace.graph.capture.names import Every, Item, Part, Perhaps, named
 from devplace.graph.capture.reads import Variable, enclosed
 from devplace.graph.capture.sources import CONTAINERS, restore
-from devplace.graph.capture.tags import is_user_file
-from devplace.graph.capture.values import NOTHING, is_function, is_kept, is_plain, kept
+from devplace.graph.capture.values import (
+    NOTHING,
+    is_function,
+    is_kept,
+    is_plain,
+    kept,
+)
 
 _MOST_PARTS = 1000
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "gt")
@@ -27,7 +42,6 @@ _CALLED_BY_PYTHON = (
     *("__len__", "__iter__", "__next__", "__getitem__", "__contains__", "__enter__"),
     *(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r")),
 )
-_CACHE = type(functools.lru_cache(lambda: None))
 
 
 @dataclass
@@ -115,7 +129,7 @@ class _Walk:
             self._partial(name, value)
         elif isinstance(value, types.MethodType):
             self._function(value.__func__, value.__self__)
-        elif isinstance(value, _CACHE):
+        elif isinstance(value, CACHE):
             self.found.caches.append(value)
             self.visit(name, value.__wrapped__)
         elif isinstance(value, types.FunctionType):
@@ -124,7 +138,7 @@ class _Walk:
             self._write(value)
             for part in value.values() if isinstance(value, dict) else value:
                 self.visit(name, part)
-        elif not _is_package(value):
+        elif not is_package(value):
             self._object(name, value)
 
     def _object(self, name: str, value: Any) -> None:
@@ -201,14 +215,14 @@ class _Walk:
         """
         function = getattr(function, "__func__", function)  # of a static method, say
         code = getattr(function, "__code__", None)
-        if code is None or not _is_users(code.co_filename):
+        if code is None or not is_users(code.co_filename):
             return
         mark = (id(code), id(owner), *(id(holder) for holder, _ in (bound or {}).values()))
         if mark in self._seen:
             return
         self._seen.add(mark)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
-        arguments = _defaults(function) | dict(bound or {})
+        arguments = defaults_of(function) | dict(bound or {})
         for kind, root, path in named(code):
             if kind == "argument" and owner is not None and root == code.co_varnames[0]:
                 self._follow("self", None, "", owner, path)
@@ -232,7 +246,7 @@ class _Walk:
             if isinstance(part, Every):
                 self._every(at)
                 break
-            if isinstance(at.value, dict) and part in ("items", "keys", "values", "copy"):
+            if is_read_whole(at.value, part):
                 break
             if isinstance(part, Item) and not isinstance(at.value, Mapping):
                 self._function(getattr(type(at.value), "__getitem__", None), at.value)
@@ -265,19 +279,19 @@ class _Walk:
 
     def _item(self, at: Variable, part: Item) -> Variable:
         self._write(at.value)
-        found = _looked_up(at.value, part)
+        found = looked_up(at.value, part)
         return Variable(f"{at.name}[{part.key!r}]", at.value, part.key, found, above=at)
 
     def _attribute(self, at: Variable, part: str | Perhaps) -> Variable | None:
         """An attribute of what was found so far; None if there is no more to be found."""
         value, key = at.value, part.key if isinstance(part, Perhaps) else part
-        if value is NOTHING or _is_package(value) or self._is_left(at.name, value, key):
+        if value is NOTHING or is_package(value) or self._is_left(at.name, value, key):
             return None
         name, names = f"{at.name}.{key}", getattr(value, "__dict__", None)
         if type(names) is dict:
             if not isinstance(value, types.ModuleType | torch.nn.Module):
                 self._write(names)
-            is_missing = isinstance(part, Perhaps) and _attribute(value, key) is NOTHING
+            is_missing = isinstance(part, Perhaps) and attribute_of(value, key) is NOTHING
             if is_missing or key in names:
                 return Variable(name, names, key, names.get(key, NOTHING), above=at)
         found = self._computed(at.name, value, key)
@@ -313,22 +327,25 @@ class _Walk:
         """
         kind: Any = value if isinstance(value, type) else type(value)
         found = inspect.getattr_static(kind, part, NOTHING)
-        if isinstance(found, _CACHE):
+        if isinstance(found, CACHE):
             self.found.caches.append(found)
         if isinstance(value, type) and part == "apply":
             self.visit(name, value)  # a function with a gradient of its own
-        function = _behind(found)
+        function = function_behind(found)
         if function is not None:
             is_static = isinstance(found, staticmethod)
             owner = kind if isinstance(found, classmethod) else value
             self._function(function, None if is_static or owner is value is kind else owner)
             return NOTHING
         if found is NOTHING:
-            has_rule = hasattr(type(value), "__getattr__")
+            rules: Any = type(value)
+            own = rules.__getattribute__ is not object.__getattribute__
+            has_rule = own or hasattr(rules, "__getattr__")
             is_torchs = isinstance(value, (torch.nn.Module, torch.Tensor))
-            return _attribute(value, part) if has_rule and not is_torchs else NOTHING
-        is_slot = isinstance(found, types.MemberDescriptorType)
-        return _attribute(value, part) if is_slot or not hasattr(found, "__get__") else NOTHING
+            return attribute_of(value, part) if has_rule and not is_torchs else NOTHING
+        is_field = isinstance(value, tuple) and part in getattr(kind, "_fields", ())
+        is_slot = is_field or isinstance(found, types.MemberDescriptorType)
+        return attribute_of(value, part) if is_slot or not hasattr(found, "__get__") else NOTHING
 
     def _keep(self, variable: Variable) -> None:
         """Each place once, so that what a trace changes there is seen and put back."""
@@ -345,51 +362,3 @@ def _draws_from_iterator(name: str, kind: type) -> CaptureError:
         f"would be taken at capture and never again. Take the item outside of the step and pass "
         f"it as an input tensor."
     )
-
-
-def _behind(found: Any) -> Callable[..., Any] | None:
-    """The function of a method, property or cache of a class."""
-    if isinstance(found, property):
-        return found.fget
-    if isinstance(found, functools.cached_property):
-        return found.func
-    if isinstance(found, _CACHE):
-        return found.__wrapped__
-    found = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
-    return found if isinstance(found, types.FunctionType) else None
-
-
-def _defaults(function: Any) -> dict[str, tuple[Mapping[str, Any], str]]:
-    """Arguments of a function with a default: name -> what holds it, and its key there."""
-    code, values = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount]
-    given = dict(zip(names[len(names) - len(values) :], values, strict=True))
-    named_only = function.__kwdefaults__ or {}
-    return {key: (given, key) for key in given} | {key: (named_only, key) for key in named_only}
-
-
-def _looked_up(value: Mapping[Any, Any], part: Item) -> Any:
-    try:
-        return value.get(part.key, NOTHING)
-    except Exception:
-        return NOTHING
-
-
-def _attribute(value: Any, part: str) -> Any:
-    """An attribute by the object's own rules, which may raise whatever they like."""
-    try:
-        return getattr(value, part, NOTHING)
-    except Exception:
-        return NOTHING
-
-
-def _is_package(value: Any) -> bool:
-    is_module = isinstance(value, types.ModuleType)
-    return is_module and not _is_users(getattr(value, "__file__", None) or "")
-
-
-def _is_users(filename: str) -> bool:
-    """Whether code is the user's; that from `exec`, stdin or a notebook has no file."""
-    if filename.startswith("<"):
-        return not filename.startswith(("<frozen", "<eval_with_key>", "<__array_function__"))
-    return bool(filename) and is_user_file(filename) and "-packages" not in filename

@@ -17,6 +17,7 @@ from devplace.graph.capture.values import (
     NOTHING,
     differs,
     holds_fakes,
+    is_array,
     is_kept,
     kept,
 )
@@ -63,7 +64,7 @@ class Variable:
             return NOTHING
 
     def put(self, value: Any) -> None:
-        """Give it another value; a list, queue, set or dict stays the same object."""
+        """Give it another value; a list, queue, set, dict or array stays the same object."""
         now = self.present()
         if type(now) is type(value) and isinstance(now, (list, deque)):
             now.clear()
@@ -71,6 +72,8 @@ class Variable:
         elif type(now) is type(value) and isinstance(now, (dict, set)):
             now.clear()
             now.update(kept(value))
+        elif is_array(now) and is_array(value) and now.shape == value.shape != ():
+            now[...] = value
         elif isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
         elif self.is_attribute:
@@ -136,6 +139,8 @@ class Reads:
     def _getter(self, get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def read(module: Any, name: str) -> Any:
             value = get(module, name)
+            if isinstance(value, types.MethodType) and name not in vars(module):
+                return value
             known = self._to_fill(module, name)
             if known is not None and is_kept(value) and not holds_fakes(value):
                 known[name] = kept(value)
@@ -154,8 +159,9 @@ class Reads:
                 if known is not None:
                     known[name] = NOTHING
                 raise
-            if value is None and known is not None:
-                known[name] = None
+            is_outside = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            if known is not None and (value is None or is_outside):
+                known[name] = value
             return value
 
         return read
@@ -197,6 +203,8 @@ class Reads:
                         raise _made_inside(where)
                     variable = Variable(where, _own(module, key), key, value)
                     self.changed.append((variable, kept(now)))
+                    if is_array(now):
+                        variable.put(value)
 
     def _note_left(self) -> None:
         """Attributes that another step may read; parameters and buffers are no such."""

@@ -34,6 +34,18 @@ def is_same_step(
     return _Comparison(before, after, left, steady).agrees()
 
 
+def reads_array(gm: torch.fx.GraphModule, array: Any) -> bool:
+    """Whether a constant of a graph lies in the memory of an array of NumPy."""
+    begin = array.__array_interface__["data"][0]
+    constants = (getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr")
+    return any(
+        isinstance(each, torch.Tensor)
+        and each.device.type == "cpu"
+        and begin <= each.data_ptr() < begin + array.nbytes
+        for each in constants
+    )
+
+
 class _Comparison:
     def __init__(
         self,

@@ -90,7 +90,8 @@ class Step:
         reads: Attributes that its modules read.
         host_state: Values that running it changes and that it may read, with what they become
             (tensors as zeros); empty if these are caches of what never changes.
-        left: Tensors in `host_state`, which the trace has as further outputs.
+        left: Tensors of the trace in `host_state`, which are further outputs, with what stands
+            for them there.
         changing: `id` of variables that running it changes.
     """
 
@@ -103,7 +104,7 @@ class Step:
     install: Callable[[], None] = lambda: None
     replaced_attributes: list[str] = field(default_factory=list)
     host_state: list[tuple[Variable, Any]] = field(default_factory=list)
-    left: Tensors = field(default_factory=list)
+    left: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     changing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -139,7 +140,7 @@ class Step:
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
-        return [*heads, *changed, *given["input"].values(), *self.left]
+        return [*heads, *changed, *given["input"].values(), *(each for each, _ in self.left)]
 
     def _run_unchanged(
         self, given: dict[str, dict[Any, torch.Tensor]]
@@ -178,11 +179,17 @@ class Step:
                     found.append((variable, now))
         caches = [is_made_of_nothing(now) for _, now in found]
         if not all(caches):
-            pairs = sorted(zip(caches, found, strict=True), key=lambda pair: pair[0])
-            found = [pair for _, pair in pairs] + self.reads.left
+            ordered = sorted(zip(caches, found, strict=True), key=lambda pair: pair[0])
+            found = [pair for _, pair in ordered] + self.reads.left
             self.host_state = [(variable, with_values(now)) for variable, now in found]
-            leaves = pytree.tree_leaves([now for _, now in found])
-            self.left = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+            leaves, stand_ins = (
+                pytree.tree_leaves([now for _, now in each]) for each in (found, self.host_state)
+            )
+            self.left = [
+                pair
+                for pair in zip(leaves, stand_ins, strict=True)
+                if isinstance(pair[0], FakeTensor)
+            ]
         for variable in changed:
             variable.put(variable.value)
 

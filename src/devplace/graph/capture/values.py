@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -20,9 +21,12 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _FUNCTION = (types.FunctionType, types.BuiltinFunctionType)
+_CALLED = (functools.partial, types.MethodType, type)
+_KNOWN = (*_PLAIN, *_FUNCTION, *_CALLED, torch.Tensor, torch.nn.Module)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _LISTS = (list, deque)
 _SETS = (set, frozenset)
+_OF_PARTIAL = ("func", "args", "keywords")
 _MOST_PARTS = 1000
 _MOST_NUMBERS = 10_000
 _LONGEST = 200
@@ -35,22 +39,43 @@ ANYTHING = object()
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, None, an enum, a dtype or device, or made of such."""
     parts = _leaves(value)
-    return parts is not None and all(isinstance(p, _PLAIN) or _is_array(p) for p in parts)
+    return parts is not None and all(isinstance(p, _PLAIN) or is_array(p) for p in parts)
 
 
 def is_kept(value: Any) -> bool:
-    """Whether a value is plain, of torch, a function, or a container, and not too large.
+    """Whether a value is plain, of torch, can be called, or is a container, and not too large.
 
     Of the parts of a container other objects are left out.
     """
-    if isinstance(value, (*_PLAIN, *_FUNCTION, torch.Tensor, torch.nn.Module)):
+    if isinstance(value, _KNOWN) or is_called(value):
         return True
-    return (_is_container(value) or _is_array(value)) and _leaves(value) is not None
+    return (_is_container(value) or is_array(value)) and _leaves(value) is not None
 
 
 def is_function(value: Any) -> bool:
     """Whether a value is a function; one defined again by the same text is the same."""
     return isinstance(value, _FUNCTION)
+
+
+def is_called(value: Any) -> bool:
+    """Whether a value is an object of a class with `__call__`, written in Python."""
+    return isinstance(vars(type(value)).get("__call__"), types.FunctionType)
+
+
+def is_computed_with(value: Any) -> bool:
+    """Whether a value is no plain one but does something: a tensor, module, function, class."""
+    kinds = (*_FUNCTION, *_CALLED, torch.Tensor, torch.nn.Module)
+    return isinstance(value, kinds) or is_called(value)
+
+
+def is_single(value: Any) -> bool:
+    """Whether a value is a number, a text, None and the like, a tensor or an array."""
+    return isinstance(value, (*_PLAIN, torch.Tensor)) or is_array(value)
+
+
+def is_list_or_dict(value: Any) -> bool:
+    """Whether a value is a container of Python's that can be written to."""
+    return type(value) in (*_DICTS, *_LISTS, set)
 
 
 def holds_fakes(value: Any) -> bool:
@@ -62,7 +87,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, tuple) or type(value) in (*_DICTS, *_LISTS, *_SETS)
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether a value is a number or array of NumPy."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
@@ -76,7 +101,7 @@ def _leaves(value: Any) -> list[Any] | None:
     todo, found = [value], []
     while todo:
         part = todo.pop()
-        if _is_array(part) and part.size > _MOST_NUMBERS:
+        if is_array(part) and part.size > _MOST_NUMBERS:
             return None
         if _is_container(part):
             todo += _parts(part)
@@ -94,7 +119,7 @@ def kept(value: Any) -> Any:
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """A value with other leaves; its containers are new ones."""
-    if _is_array(value):
+    if is_array(value):
         return change(value.copy())
     if not _is_container(value):
         return change(value)
@@ -158,6 +183,10 @@ def shown(value: Any) -> str:
         return f"a module of {type(value).__name__}"
     if is_function(value):
         return f"function {value.__name__}"
+    if isinstance(value, type):
+        return f"class {value.__name__}"
+    if isinstance(value, _CALLED) or is_called(value):
+        return f"a {type(value).__name__}"
     text = " ".join(_text(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -181,16 +210,18 @@ def differs(now: Any, value: Any) -> bool:
         return False
     if _is_container(value):
         return type(now) is not type(value) or _has_other_parts(now, value)
-    if now is value and not _is_array(value):
+    if now is value and not is_array(value):
         return False
     if isinstance(value, (torch.nn.Module, types.BuiltinFunctionType)):
         return True
+    if isinstance(value, _CALLED) or is_called(value):
+        return type(now) is not type(value) or _calls_other(now, value)
     if isinstance(value, types.FunctionType):
         is_function_now = isinstance(now, types.FunctionType)
         return not is_function_now or not _is_same_code(now.__code__, value.__code__)
     if isinstance(value, torch.Tensor):
         return not isinstance(now, torch.Tensor) or not _is_equal(now, value)
-    if _is_array(value) and value.shape:
+    if is_array(value) and value.shape:
         is_alike = type(now) is type(value) and now.shape == value.shape
         return not is_alike or now.tobytes() != value.tobytes()
     return (type(now) is not type(value) and not is_plain(now)) or _is_other(now, value)
@@ -224,11 +255,23 @@ def _has_other_parts(now: Any, value: Any) -> bool:
 
 
 def _is_other_part(now: Any, value: Any) -> bool:
-    is_known = _is_container(value) or _is_array(value)
-    if now is value and not is_known:
+    is_copied = _is_container(value) or is_array(value)
+    if now is value and not is_copied:
         return False
-    known = (*_PLAIN, *_FUNCTION, torch.Tensor, torch.nn.Module)
-    return (is_known or isinstance(value, known)) and differs(now, value)
+    return (is_copied or isinstance(value, _KNOWN) or is_called(value)) and differs(now, value)
+
+
+def _calls_other(now: Any, value: Any) -> bool:
+    """Whether two classes, methods, partial functions or callable objects differ; one defined or
+    made again alike is the same.
+    """
+    if isinstance(value, type):
+        return (now.__module__, now.__qualname__) != (value.__module__, value.__qualname__)
+    if isinstance(value, types.MethodType):
+        return now.__self__ is not value.__self__ or differs(now.__func__, value.__func__)
+    if isinstance(value, functools.partial):
+        return any(_is_other_part(getattr(now, n), getattr(value, n)) for n in _OF_PARTIAL)
+    return _has_other_parts(getattr(now, "__dict__", {}), getattr(value, "__dict__", {}))
 
 
 def _is_other(now: Any, value: Any) -> bool:
