@@ -14,6 +14,7 @@ from devplace.cost import CostTable
 from devplace.errors import InfeasibleError, ProblemError
 from devplace.graph import Op, OpGraph, StepResult, Tensor
 from devplace.placers import Budget, Evaluator, Heft, Search, Single, place
+from devplace.placers.local_search import search
 from devplace.placers.local_search.explore import Moves
 from devplace.placers.local_search.search import _can_list
 from devplace.problem import Placement, Problem
@@ -215,25 +216,27 @@ def test_the_search_ends_where_nothing_better_can_be_found(name: str) -> None:
 
 def test_a_bound_that_is_reached_on_the_way_ends_the_search() -> None:
     """Also within chains: the search is over with the placement that reached it."""
-    problem = layered_problem(300, 3)
-    whole = place(problem, Search(), "4000ev", bound=NO_BOUND)
+    problem = layered_problem(100, 3)
+    whole = place(problem, Search(), "1500ev", bound=NO_BOUND)
     reached = LowerBound(whole.step_ns, 0, 0, 0, 0)
-    early = place(problem, Search(), "4000ev", bound=reached)
+    early = place(problem, Search(), "1500ev", bound=reached)
     assert (early.step_ns, early.status) == (whole.step_ns, "optimal")
     assert early.plan.placement == whole.plan.placement
     assert early.plan.order == whole.plan.order
     assert early.evaluations <= whole.evaluations
 
 
-def test_the_search_ends_where_all_placements_were_tried() -> None:
-    """Ten ops on two devices: all 1,024 placements, many orders, and a few rounds of both; the
+def test_the_search_ends_where_all_placements_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten ops on two devices: all 1,024 placements, some orders, and a few rounds of both; the
     optimum is not proved, yet the budget is not used up. The same seed gives the same plan."""
+    monkeypatch.setattr(search, "MOST_TRIED", 20_000)
+    monkeypatch.setattr(search, "PATIENCE", 300)
     problem = ten_ops()
     budget = Budget(seconds=10**6, evaluations=10**7)
     first, second = (place(problem, Search(), budget, 4, bound=NO_BOUND) for _ in range(2))
     assert first.plan == second.plan
     assert first.status == "feasible"
-    assert 1024 < first.evaluations < 2 * 10**6
+    assert 1024 < first.evaluations < 20_000
     # two chains on each device; a crosses before those beside d, the others end 1 before these
     assert first.step_ns == 10 + 1 + 80 + 10
 
