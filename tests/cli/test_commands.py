@@ -3,86 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.cli.runner import MLP, devplace, folder, refused
 
 from devplace.cli import main
 
-MLP = """
-import os
-import torch
-
-def build():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    inputs = (torch.randn(6, 8), torch.randint(0, 4, (6,)))
-    return model, inputs, lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
-
-def branch():
-    class Branch(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(8, 8)
-        def forward(self, x):
-            if x.sum() > 0:
-                return self.fc(x)
-            return -self.fc(x)
-    return Branch(), (torch.randn(6, 8),), lambda m, x: m(x).sum()
-
-def empty():
-    return torch.nn.Identity(), (torch.randn(2, 2),), lambda m, x: m(x).sum()
-
-def zero():
-    model = torch.nn.Linear(4, 4)
-    inputs = (torch.randn(3, 4), torch.randn(0, 4))
-    return model, inputs, lambda m, x, none: m(x).sum() + m(none).sum()
-
-def crash():
-    raise RuntimeError("no data today")
-
-def wrong():
-    return 3
-
-def chatty():
-    print("building")
-    os.write(1, b"as C does\\n")
-    model = torch.nn.Linear(4, 4)
-    model.register_forward_hook(lambda *_: print("forward"))
-    return model, (torch.randn(3, 4),), lambda m, x: m(x).sum() * float("nan")
-"""
-
-
-def devplace(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does."""
-    return subprocess.run(
-        [sys.executable, "-c", "from devplace.cli import main; main()", *arguments],
-        cwd=cwd,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model file and a plan of it for two CPU devices."""
-    path = tmp_path_factory.mktemp("cli")
-    (path / "mlp.py").write_text(MLP)
-    done = devplace(
-        *("plan", "mlp.py:build", "--machine", "cpux2", "--budget", "40ev", "-o", "plan.json"),
-        cwd=path,
-    )
-    assert done.returncode == 0, done.stderr
-    return path
-
+__all__ = ["folder"]
 
 LIBRARY_OF = {
     "m-sct": "highspy",
@@ -91,16 +22,6 @@ LIBRARY_OF = {
     "mincut": "pymetis",
     "mincut-repaired": "pymetis",
 }
-
-
-def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """One line on stderr with these words, nothing like a traceback, and the exit code."""
-    assert done.returncode == code, (done.returncode, done.stderr)
-    assert "Traceback" not in done.stderr + done.stdout
-    lines = [line for line in done.stderr.splitlines() if line]
-    assert lines
-    for word in words:
-        assert word in lines[-1], lines[-1]
 
 
 def test_compare_json_has_the_fixed_form(folder: Path) -> None:
@@ -262,106 +183,6 @@ def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     tight = [f"--limit=cuda:{k}=1KB" for k in range(2)]
     done = devplace(*options, "--budget", "20ev", *tight, "--exclude", "cpu:0", cwd=folder)
     refused(done, 3, "cuda", "1 KB", "proved")
-
-
-BAD: list[tuple[list[str], int, list[str]]] = [
-    (["plan", "nmt-5"], 2, ["nmt-4"]),
-    (["plan", "mlp.py:biuld"], 2, ["build"]),
-    (["plan", "nowhere.py:build"], 2, ["nowhere.py"]),
-    (["plan", "mlp.py:crash"], 2, ["no data today"]),
-    (["plan", "mlp.py:wrong"], 2, ["(model, inputs, loss_fn)"]),
-    (["plan", "mlp.py:empty"], 2, ["trainable parameters"]),
-    (["plan", "mlp.py:branch"], 2, ["mlp.py:17"]),
-    (["plan", "mlp.py:build", "--machine", "k41x4"], 2, ["k40x4"]),
-    (["plan", "mlp.py:build", "--machine", "bad.toml"], 2, ["bad.toml:6", "bandwidth"]),
-    (["plan", "mlp.py:build", "--budget", "0"], 2, ["30s"]),
-    (["plan", "mlp.py:build", "--budget", "0s"], 2, ["positive"]),
-    (["plan", "mlp.py:build", "--budget", "0ev"], 2, ["positive"]),
-    (["plan", "mlp.py:build", "--budget", "soon"], 2, ["30s"]),
-    (["plan", "mlp.py:build", "--placer", "serach"], 2, ["search"]),
-    (["plan", "mlp.py:build", "--optimizer", "lion"], 2, ["sgd"]),
-    (["plan", "mlp.py:build", "--batch", "4"], 2, ["batch"]),
-    (["plan", "mlp.py:build", "--micro-batches", "0"], 2, ["micro-batches"]),
-    (["plan", "mlp.py:build", "--micro-batches", "7"], 2, ["7"]),
-    (["plan", "mlp.py:build", "--limit", "cuda:0"], 2, ["cuda:0=20GiB"]),
-    (["plan", "mlp.py:build", "--machine", "k40x2", "--limit", "cuda:9=1GB"], 2, ["cuda:1"]),
-    (["plan", "mlp.py:build", "--machine", "k40x2", "--limit", "cuda:0=ten"], 2, ["ten"]),
-    (["plan", "mlp.py:build", "--machine", "k40x2", "--pin", "7=cuda:1"], 2, ["7"]),
-    (["plan", "mlp.py:build", "--machine", "k40x2", "--pin", "0=tpu:0"], 2, ["tpu:0"]),
-    (["plan", "mlp.py:build", "-o", "no/such/folder/plan.json"], 2, ["no/such/folder"]),
-    (["plan", "mlp.py:build", "--budget", "9ev", "--size", "huge"], 2, ["huge"]),
-    (["compare", "mlp.py:build", "--placers", "heft,hefft"], 2, ["heft"]),
-    (["run", "nothing.json"], 2, ["nothing.json"]),
-    (["run", "odd-limits.json"], 2, ["limits"]),
-    (["run", "odd-model.json"], 2, ["model"]),
-    (["trace", "plan.json", "-o", "plan.json"], 2, ["overwrite plan.json"]),
-    (["trace", "plan.json", "-o", "./mlp.py"], 2, ["overwrite mlp.py"]),
-    (["plan", "mlp.py:build", "-o", "mlp.py"], 2, ["overwrite mlp.py"]),
-    (["plan", "mlp.py:build", "-o", "x.json", "--html", "x.json"], 2, ["overwrite x.json"]),
-    (["run", "truncated.json"], 2, ["truncated.json"]),
-    (["run", "edited.json"], 2, ["device"]),
-    (["run", "other-model.json"], 5, ["another"]),
-    (["run", "plan.json", "--machine", "cpux3"], 5, ["cpu:2"]),
-    (["explain", "bound.json", "--machine", "k40x2"], 5, ["another machine", "cuda:1"]),
-    (["compare", "mlp.py:build", "--placers", "data-parallel"], 2, ["micro_batches=2"]),
-    (["plan", "mlp.py:build", "--machine", "k40x2", "--budget", "1ev,2ev"], 2, ["twice"]),
-    (["trace", "plan.json", "-o", "no/such/folder/t.json"], 2, ["no/such/folder"]),
-    (["machines", "k40x99"], 2, ["k40"]),
-    (["machines", "bad.toml"], 2, ["bad.toml:6"]),
-    (["machines", "cyclic.toml"], 2, ["cyclic.toml"]),
-]
-
-
-@pytest.fixture(scope="module")
-def bad_files(folder: Path) -> Path:
-    """Damaged files beside the good ones."""
-    text = (folder / "plan.json").read_text()
-    data: dict[str, Any] = json.loads(text)
-    data["request"]["limits"] = {"cpu:1": "1GB"}
-    (folder / "bound.json").write_text(json.dumps(data))
-    (folder / "truncated.json").write_text(text[: len(text) // 2])
-    data = json.loads(text)
-    data["placement"][0] = 7
-    (folder / "edited.json").write_text(json.dumps(data))
-    (folder / "other.py").write_text(
-        MLP.replace("Linear(8, 16)", "Linear(8, 32)").replace("Linear(16, 4)", "Linear(32, 4)")
-    )
-    for key in ("limits", "model"):
-        data = json.loads(text)
-        data["request"][key] = 5
-        (folder / f"odd-{key}.json").write_text(json.dumps(data))
-    data = json.loads(text)
-    data["request"]["model"] = "other.py:build"
-    (folder / "other-model.json").write_text(json.dumps(data))
-    device = '[[devices]]\nname = "{}"\nkind = "cpu"\nmemory = "1GB"\n'
-    (folder / "bad.toml").write_text(
-        'name = "bad"\n\n[[devices]]\nname = "cpu:0"\nkind = "cpu"\nbandwidth = "-3 GB/s"\n'
-        'memory = "1GB"\nflops = "1 TFLOP/s"\n'
-    )
-    (folder / "cyclic.toml").write_text('name = "x"\n' + device.format("a") + "links = [[[\n")
-    return folder
-
-
-@pytest.mark.parametrize(("arguments", "code", "words"), BAD, ids=lambda v: str(v)[:60])
-def test_bad_input_is_one_line_and_the_right_exit_code(
-    bad_files: Path, arguments: list[str], code: int, words: list[str]
-) -> None:
-    """Never a traceback; the message names the culprit and what to do."""
-    refused(devplace(*arguments, cwd=bad_files), code, *words)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("start_ns", True), ("finish_ns", []), ("transfer_finish_ns", [10**30]), ("graph", None)],
-)
-def test_a_damaged_measured_file_is_named(folder: Path, field: str, value: Any) -> None:
-    """Wrong types, lengths and numbers in it are one line that says what to do."""
-    (folder / "kept.json").write_bytes((folder / "plan.json").read_bytes())
-    assert devplace("run", "kept.json", "--steps", "1", cwd=folder).returncode == 0
-    path = folder / "kept.json.measured.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
-    done = devplace("trace", "kept.json", "-o", "kept-trace.json", cwd=folder)
-    refused(done, 2, "kept.json.measured.json is damaged", "run the plan again")
 
 
 def test_what_the_users_code_prints_is_not_in_the_json(folder: Path) -> None:

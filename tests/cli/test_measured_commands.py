@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from tests.cli.test_commands import devplace, folder, refused
+from tests.cli.runner import devplace, folder, refused
 
 __all__ = ["folder"]
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.cli.test_commands import MLP, devplace, refused
+from tests.cli.runner import MLP, devplace, refused
 
 from devplace.cli.plan_files import PlanFiles, model_file, with_folder
 from devplace.errors import PlanError

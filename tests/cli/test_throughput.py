@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.test_commands import MLP, devplace
+from tests.cli.runner import MLP, devplace
 
 
 @pytest.fixture

@@ -17,24 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from devplace.errors import CaptureError, PlanMismatchError
-from tests.run.placed import at_random, make_step, sgd
+from tests.run.reading import batch, made, plain
 
 Case = tuple[Any, Callable[[], Any], str]
-
-
-def plain(model: Any, x: Any, y: Any) -> Any:
-    return F.cross_entropy(model(x), y)
-
-
-def batch() -> tuple[Any, Any]:
-    torch.manual_seed(1)
-    return torch.randn(6, 4), torch.randint(0, 3, (6,))
-
-
-def made(loss: Any, model: Any = None) -> Any:
-    torch.manual_seed(0)
-    model = model or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    return make_step(model, batch(), loss, sgd(list(model.parameters())), at_random(0))
 
 
 @dataclasses.dataclass

@@ -15,9 +15,9 @@ from devplace.machine import Machine, detect
 
 # Overheads: measured on 2 H200 with code that is not kept, in a graph of 384 ops: a wait for what
 # has come takes 1.2 us of its receiver, a push of 64 KiB beside products of matrices up to 1.4.
-# Shares: chosen among 61 sets of constants by the plans of RNNLM, NMT-4, GNMT-4, ResNet-50 and
-# BERT-large (12 layers) on up to 4 H200 of docs/results/gpu_plans.md. The factor is of an earlier
-# fit: 4 MiB took 27 us in steps, 21 us alone. The kernel gap: steps on one GPU,
+# Shares: chosen among 61 sets, by code that is not kept, for the plans of RNNLM, NMT-4, GNMT-4,
+# ResNet-50 and BERT-large (12 layers) on up to 4 H200 of docs/results/gpu_plans.md. The factor is
+# of an earlier fit: 4 MiB took 27 us in steps, 21 us alone. The kernel gap: steps on one GPU,
 # docs/concepts/costs.md.
 HOPPER = Calibration(
     send_overhead_ns=1_300,

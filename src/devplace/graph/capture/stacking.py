@@ -1,7 +1,6 @@
 """One product for the gradient of a weight that is used many times, as in unrolled recurrent nets.
 
-Autograd makes a product for every use and adds them up. Of 53.4 ms of a step of NMT-4 on an H200
-such products and sums take 9.9 and their additions 14.3. One product of all rows, stacked, is what
+Autograd makes a product for every use and adds them up. One product of all rows, stacked, is what
 cuDNN does for its own recurrent layers.
 """
 
@@ -176,14 +175,16 @@ def _one_call(
     """All terms by one product or sum, wrapped as they were."""
     tag: Tag = min((term.call.meta["tag"] for term in terms), key=lambda tag: tag.call)
     call, wrappers = terms[0].call, terms[0].wrappers
-    first = max((node for node in place if node.op == "placeholder"), key=place.__getitem__)
 
     def stacked(parts: list[Node]) -> Node:
         """The rows of all parts, one below the other: made once, when the last is there."""
         key = tuple(parts)
         if key not in stacks:
             value = torch.cat([part.meta["val"] for part in parts])
-            with graph.inserting_after(max([*parts, first], key=place.__getitem__)):
+            last = max(parts, key=place.__getitem__)
+            if last.op == "placeholder":  # placeholders come before all else
+                last = max(_placeholders(graph), key=place.__getitem__)
+            with graph.inserting_after(last):
                 stacks[key] = _call(graph, aten.cat.default, (parts,), tag, value)
         return stacks[key]
 
@@ -198,6 +199,10 @@ def _one_call(
         value = wrapper.target(*map(_value, args), **kwargs)
         node = _call(graph, wrapper.target, args, tag, value, kwargs)
     return node
+
+
+def _placeholders(graph: torch.fx.Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _value(arg: Any) -> Any:
