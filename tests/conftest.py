@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import os
+from collections.abc import Iterator
 
 # Sums over several threads round in another order; tests that compare bits run ops themselves.
 # Torch reads it when it is imported.
@@ -15,6 +16,18 @@ from hypothesis import settings
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_gpu_for_several() -> Iterator[None]:
+    """Of `tests/run/gpus.py`."""
+    if os.environ.get("DEVPLACE_GPU_TESTS") != "one" or not torch.cuda.is_available():
+        yield
+        return
+    from devplace.testing.one_gpu import one_gpu
+
+    with one_gpu():
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,7 +1,8 @@
 """The GPUs that tests run on, and what makes kernels give the same numbers every time.
 
 `DEVPLACE_GPU_TESTS=cpu` tries the tests that only need devices on logical CPU devices, four of
-them: what is then left to fail on a GPU is what belongs to GPUs.
+them: what is then left to fail on a GPU is what belongs to GPUs. `DEVPLACE_GPU_TESTS=one` takes one
+GPU for four: what is then left to fail belongs to links between GPUs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from devplace.graph import OpGraph
 from tests.run.tracing import place_by_module, random_placement
 
 ON_CPU = os.environ.get("DEVPLACE_GPU_TESTS") == "cpu"
+ON_ONE = os.environ.get("DEVPLACE_GPU_TESTS") == "one"
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-NUM_DEVICES = 4 if ON_CPU else NUM_GPUS
+NUM_DEVICES = 4 if ON_CPU or (ON_ONE and NUM_GPUS) else NUM_GPUS
 KIND = "cpu" if ON_CPU else "cuda"
 HOME = "cpu" if ON_CPU else "cuda:0"
 

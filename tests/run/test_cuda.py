@@ -22,6 +22,7 @@ from devplace.run.cuda import CudaExecutor
 from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from tests.run import gpus
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam, largest_difference, sgd, train_eager
 from tests.run.tracing import place_by_module, random_placement
@@ -33,7 +34,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device"),
 ]
-two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
+two_gpus = gpus.needs(2)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from tests.run import gpus
 from tests.run.models import Clipped, mean_square
 from tests.run.placed import adam
 from tests.run.tracing import place_by_module, random_placement
@@ -35,7 +36,7 @@ NAMES = ("cuda:0", "cuda:1")
 MIB = 2**20
 
 pytestmark = pytest.mark.gpu
-two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
+two_gpus = gpus.needs(2)
 
 
 @pytest.fixture(autouse=True)

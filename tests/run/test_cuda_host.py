@@ -21,6 +21,7 @@ from devplace.run.cuda.routes import has_cpu_form
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from tests.run import gpus
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam, largest_difference, sgd, train_eager
 from tests.run.tracing import place_by_module, snap
@@ -32,7 +33,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device"),
 ]
-two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
+two_gpus = gpus.needs(2)
 
 
 @pytest.fixture(autouse=True)
