@@ -10,7 +10,7 @@ from devplace.errors import InfeasibleError, InputError, ProblemError, did_you_m
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Measure
 from devplace.placers.placer import Placer
-from devplace.placers.rounds import search
+from devplace.placers.rounds import search, with_priority
 from devplace.placers.simple.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
@@ -254,7 +254,8 @@ def _surely(timeline: Timeline) -> str:
 
 
 def _nearest_single(problem: Problem) -> Timeline:
-    single = [simulate(problem, all_on(problem, device)) for device in problem.usable_devices]
+    placements = [all_on(problem, device) for device in problem.usable_devices]
+    single = [simulate(problem, with_priority(problem, one)) for one in placements]
     return min(single, key=lambda timeline: sum(timeline.missing_bytes.values()))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator, Measure
+from devplace.placers.orders import has_micro_batches, in_trace_order
 from devplace.placers.placer import Placer
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, make_kernel, simulate
@@ -110,12 +112,27 @@ def search(
 
 
 def with_priority(problem: Problem, placement: Placement) -> Placement:
-    """The placement with explicit priorities: its own, or critical-path ones."""
+    """The placement with explicit priorities: its own, or critical-path ones.
+
+    Where these do not fit, or there are micro-batches, those of the trace are tried as well, and
+    taken if they need less memory beyond the limits, else less time, else less memory at all.
+    """
     if placement.priority is not None:
         return placement
     device = problem.task_devices(placement)
     priority = make_kernel(problem.core).priority(device)
-    return Placement(placement.devices, problem.op_priority(priority), placement.order)
+    found = Placement(placement.devices, problem.op_priority(priority), placement.order)
+    if found.order is not None:
+        return found
+    if not has_micro_batches(problem) and simulate(problem, found).is_feasible:
+        return found
+    return min(found, in_trace_order(problem, found), key=partial(_merit, problem))
+
+
+def _merit(problem: Problem, placement: Placement) -> tuple[int, int, int]:
+    timeline = simulate(problem, placement)
+    peak = int(timeline.peak_bytes.sum())
+    return sum(timeline.missing_bytes.values()), timeline.makespan_ns, peak
 
 
 def _search(
@@ -141,7 +158,7 @@ def _search(
     if broken:
         raise AssertionError(f"placer {placer.name} broke a demand: {broken[0]}")
     placement = with_priority(problem, placement)
-    return Found(
+    found = Found(
         placement,
         simulate(problem, placement),
         max(1, evaluate.num_evaluations),  # the plan itself is simulated in any case
@@ -154,6 +171,7 @@ def _search(
         is_infeasible=evaluate.is_infeasible,
         others=evaluate.next_best(MOST_KNOWN),
     )
+    return found if measure is not None else _with_end(found)
 
 
 def _lacks_only_gaps(timeline: Timeline) -> bool:

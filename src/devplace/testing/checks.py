@@ -17,6 +17,7 @@ from devplace.cost import CostModel
 from devplace.graph import OpGraph
 from devplace.machine import Machine
 from devplace.placers import Budget, Evaluator, Placer, place
+from devplace.placers.rounds import with_priority
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
@@ -32,7 +33,8 @@ def check_placer(
     On every problem it supports: each op has a usable device; colocation, pins and unsupported ops
     are respected; the same seed and evaluations give the same devices and priorities; the problem
     is not changed; no more is simulated than the budget allows; `place` reports the step that a
-    simulation of the placement gives, and it is not below the lower bound.
+    simulation of the placement gives (with the priorities of `with_priority` where it has none),
+    and it is not below the lower bound.
 
     Args:
         placer: The placer.
@@ -62,7 +64,7 @@ def _check_one(placer: Placer, problem: Problem, evaluations: int, seed: int, wh
         bool(np.array_equal(result.placement.devices, first.devices)),
         f"{who}: place() gave other devices than the placer",
     )
-    step = simulate(problem, first).makespan_ns
+    step = simulate(problem, with_priority(problem, first)).makespan_ns
     _demand(result.step_ns == step, f"{who}: reported {result.step_ns} ns, simulated {step} ns")
     bound = lower_bound(problem).step_ns
     _demand(

@@ -25,6 +25,7 @@ from devplace.placers.local_search.classes import Best, Classes, Incumbent, make
 from devplace.placers.local_search.explore import MOVES, UNLIMITED, Explorer, Moves, Schedule
 from devplace.placers.local_search.refine import improve_order, refine_placement
 from devplace.placers.modules import module_chain
+from devplace.placers.orders import has_micro_batches, in_trace_order
 from devplace.placers.placer import Placer
 from devplace.placers.simple.data_parallel import DataParallel
 from devplace.placers.simple.even import Topo, even_split, shares
@@ -233,6 +234,8 @@ class Search:
             if priority is not None:
                 priority = problem.task_priority(priority)
             found.append(Best(groups, score.step_ns, score.overflow_bytes, priority))
+            if priority is None and (score.overflow_bytes or has_micro_batches(problem)):
+                keep(in_trace_order(problem, placement), heading)
 
         if self.start is not None:
             keep(self.start, "start")

@@ -1,0 +1,24 @@
+"""Priorities that follow the trace: one micro-batch after the other, gradients as they come up."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.problem import Placement, Problem
+
+
+def in_trace_order(problem: Problem, placement: Placement) -> Placement:
+    """The placement with the ops that come first in the graph first wherever several are ready.
+
+    Critical-path priorities let all micro-batches go forward before the first goes back, which
+    keeps what each needs for that, and put gradients of weights off. In the order of the trace a
+    pipeline takes turns, as in 1F1B (Narayanan et al. 2019, PipeDream, section 3.2).
+    """
+    priority: NDArray[np.int64] = np.arange(len(problem.graph.ops), 0, -1, dtype=np.int64)
+    return Placement(placement.devices, priority)
+
+
+def has_micro_batches(problem: Problem) -> bool:
+    """Whether the step takes its batch in parts, so that these two orders differ by much."""
+    return int(problem.graph.meta.get("micro_batches", 1)) > 1
