@@ -32,7 +32,8 @@ from devplace.auto.calibration import calibrated
 from devplace.auto.costs import HOPPER, price
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, median_ns, time_executor
-from devplace.cost import CostTable, profiled
+from devplace.cost import CostTable
+from devplace.cost.reuse import CacheTimes
 from devplace.graph import OpGraph, serialize
 from devplace.graph.capture import capture
 from devplace.machine import detect, toml
@@ -60,16 +61,6 @@ def only(device: int) -> Iterator[None]:
         return GraphRunner(mailroom, {device: devices[device]}, *rest)
 
     with one_gpu(), patch.object(executor, "GraphRunner", make):
-        yield
-
-
-@contextmanager
-def priced_in(order: Sequence[int] | None) -> Iterator[None]:
-    """Costs are measured for this order of all ops."""
-    if order is None:
-        yield
-        return
-    with patch.object(profiled, "likely_order", lambda graph, duration_ns: list(order)):
         yield
 
 
@@ -131,23 +122,27 @@ class Bench:
         """Progress."""
         print(f"[{self.options.tag} {time.perf_counter() - self.begin:.0f}] {text}", flush=True)
 
-    def price(self, order: Sequence[int] | None = None) -> CostTable:
-        """Costs on the machine of the plans, measured for this order or the likely one."""
+    def price(self) -> CostTable:
+        """Costs on the machine of the plans: every GPU as the one that is here."""
         self.lock.acquire()
-        with priced_in(order):
-            costs = price(self.graph, self.here, ("cpu:0",), HOPPER.kernel_gap_ns)
+        costs = price(self.graph, self.here, ("cpu:0",), HOPPER.kernel_gap_ns)
         self.lock.release()
         one = self.here.device_names.index("cuda:0")
         cpu = self.here.device_names.index("cpu:0")
         columns = [one if d.kind == "gpu" else cpu for d in self.machine.devices]
         for note in costs.notes:
             self.say(note)
-        assert costs.kernels is not None
+        kernels, caching = costs.kernels, costs.caching
+        assert kernels is not None
+        assert caching is not None
         return CostTable(
             costs.compute_ns[:, columns],
             costs.origin,
             kernel_gap_ns=costs.kernel_gap_ns,
-            kernels=costs.kernels[:, columns],
+            kernels=kernels[:, columns],
+            caching=CacheTimes(
+                caching.usual, caching.warm_ns[:, columns], caching.cold_ns[:, columns]
+            ),
         )
 
     def run(self) -> None:
@@ -212,7 +207,7 @@ class Bench:
     ) -> None:
         """Time a device's part, and price its ops for its own order too."""
         mine = list(rows[device])
-        again = self.price([*order, *sorted({*range(len(self.graph.ops))} - {*order})])
+        again = self.costs.in_order(self.graph, rows)
         row = {
             "name": name,
             "ops": int(self.costs.kernels[mine, device].sum()),

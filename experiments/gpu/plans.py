@@ -25,7 +25,7 @@ from experiments.gpu.training import FORMATS, Settings, build, prepare_torch, sg
 
 from devplace import placers
 from devplace.auto.calibration import calibrated
-from devplace.auto.candidates import candidates
+from devplace.auto.candidates import candidates, predicted_ns, singles
 from devplace.auto.costs import HOPPER, price
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
@@ -133,7 +133,12 @@ class Bench:
         if costs.kernels is not None:
             self.arrays[f"{count}.kernels"] = costs.kernels
             self.arrays[f"{count}.kernel_gap"] = np.array(costs.kernel_gap_ns)
-        single = placers.place(self.problem(1), placers.Single(), allow_infeasible=True)
+        if costs.caching is not None:
+            usual = [(op, t) for op, cold in costs.caching.usual.items() for t in sorted(cold)]
+            self.arrays[f"{count}.usual"] = np.array(usual, np.int32).reshape(-1, 2)
+            self.arrays[f"{count}.warm"] = costs.caching.warm_ns
+            self.arrays[f"{count}.cold"] = costs.caching.cold_ns
+        single = singles(self.problem(1), {})[0]
         counts = [int(used) for used in self.options.gpus.split(",")]
         planned = {used: self.plan(used, seconds) for used in counts}
         self.meet()
@@ -200,7 +205,7 @@ class Bench:
             "micro_batches": self.count,
             "name": name,
             "gpus": used,
-            "predicted_ns": plan.predicted.step_ns,
+            "predicted_ns": predicted_ns(self.problem(used), plan),
             "predicted_peak": plan.predicted.peak_bytes,
             "bound_ns": bound_ns,
         }

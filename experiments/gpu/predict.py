@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from devplace.auto.calibration import Calibration, Observation, fit
 from devplace.auto.costs import HOPPER
 from devplace.cost import CostTable
+from devplace.cost.reuse import CacheTimes
 from devplace.graph import serialize
 from devplace.machine import toml
 
@@ -42,7 +44,7 @@ def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
         order = [arrays[f"{key}.order{d}"].tolist() for d in range(len(machine.devices))]
         one = Observation(
             graph,
-            costs,
+            costs.in_order(graph, order),
             machine,
             tuple(arrays[f"{key}.placement"].tolist()),
             tuple(map(tuple, order)),
@@ -60,7 +62,15 @@ def kept_costs(arrays: Mapping[str, np.ndarray], count: int) -> CostTable:
         return CostTable(times, "profiled")
     gap = int(arrays[f"{count}.kernel_gap"])
     kernels = arrays[f"{count}.kernels"]
-    return CostTable(times, "profiled", kernel_gap_ns=gap, kernels=kernels)
+    table = CostTable(times, "profiled", kernel_gap_ns=gap, kernels=kernels)
+    if f"{count}.usual" not in arrays:
+        return table
+    usual: dict[int, set[int]] = {}
+    for op, tensor in arrays[f"{count}.usual"].tolist():
+        usual.setdefault(op, set()).add(tensor)
+    cold = {op: frozenset(tensors) for op, tensors in usual.items()}
+    caching = CacheTimes(cold, arrays[f"{count}.warm"], arrays[f"{count}.cold"])
+    return replace(table, caching=caching)
 
 
 def ranks(values: list[float]) -> np.ndarray:

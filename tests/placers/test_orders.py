@@ -18,25 +18,25 @@ from devplace.simulator import make_kernel, simulate
 from devplace.testing import hand_machine, hand_problem
 
 
-def step(parts: int) -> str:
-    """Two layers, forward and back, for each of some micro-batches; each leaves 10 bytes per layer
+def step(parts: int, unit: int = 1) -> str:
+    """Two layers, forward and back, for each of some micro-batches; each leaves 10 units per layer
     until it has gone back, and the sum of the gradients 1."""
-    lines = ["x = input bytes=1"]
+    lines = [f"x = input bytes={unit}"]
     for k in range(parts):
         lines += [
-            f"a{k} = f(x) bytes=10 ns=5 module=l.0",
-            f"b{k} = f(a{k}) bytes=10 ns=5 module=l.1",
-            f"d{k} = f(b{k}) bytes=1 ns=5 module=l.1",
-            f"e{k} = f(a{k}, d{k}) bytes=1 ns=5 module=l.0",
+            f"a{k} = f(x) bytes={10 * unit} ns=5 module=l.0",
+            f"b{k} = f(a{k}) bytes={10 * unit} ns=5 module=l.1",
+            f"d{k} = f(b{k}) bytes={unit} ns=5 module=l.1",
+            f"e{k} = f(a{k}, d{k}) bytes={unit} ns=5 module=l.0",
         ]
         before = f", s{k - 1}" if k else ""
-        lines.append(f"s{k} = add(e{k}{before}) bytes=1 ns=1 module=l.0")
+        lines.append(f"s{k} = add(e{k}{before}) bytes={unit} ns=1 module=l.0")
     lines[-1] += " result=output"
     return "\n".join(lines)
 
 
-def problem_of(parts: int, machine: Any, **demands: Any) -> Problem:
-    problem = hand_problem(step(parts), machine, **demands)
+def problem_of(parts: int, machine: Any, unit: int = 1, **demands: Any) -> Problem:
+    problem = hand_problem(step(parts, unit), machine, **demands)
     graph = replace(problem.graph, meta={"micro_batches": parts})
     return replace(problem, graph=graph)
 

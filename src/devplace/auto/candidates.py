@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from devplace.placers import Result
 from devplace.placers.groups import accelerators
 from devplace.placers.modules import module_chain
+from devplace.placers.orders import has_micro_batches, in_trace_order
 from devplace.placers.rounds import with_priority
 from devplace.placers.simple.even import even_split
 from devplace.placers.simple.single import all_on
 from devplace.plan import Plan, make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
+from devplace.simulator.in_order import simulate_in_order
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,18 @@ class Candidate:
         name: What it is called in tables.
         plan: The plan.
         is_single: Whether everything that may be is on one device.
+        predicted_ns: Its step time with what the caches hold in its order, which the costs of the
+            search know on average only.
     """
 
     name: str
     plan: Plan = field(repr=False)
     is_single: bool = False
+    predicted_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.predicted_ns:
+            object.__setattr__(self, "predicted_ns", self.plan.predicted.step_ns)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -40,8 +51,9 @@ class Candidate:
 def candidates(result: Result, most_runners_up: int = 4) -> list[Candidate]:
     """What to run to confirm a result, the most telling first.
 
-    Best single device; the result; other single devices of another kind; the even split; then
-    runners-up of the search. Only what fits, and nothing twice.
+    Best single device; the result; its micro-batches in turn, where that is predicted to be faster;
+    other single devices of another kind; the even split; then runners-up of the search. Only what
+    fits, and nothing twice.
 
     Args:
         result: Of `place`.
@@ -50,7 +62,12 @@ def candidates(result: Result, most_runners_up: int = 4) -> list[Candidate]:
     problem = result.timeline.problem
     request = result.plan.request
     found = singles(problem, request)
-    found.insert(min(1, len(found)), Candidate(result.placer, result.plan))
+    planned = [_candidate(problem, result.placer, result.plan)]
+    if has_micro_batches(problem):
+        in_turn = in_trace_order(problem, result.placement)
+        others = _fitting(problem, in_turn, f"{result.placer}, in turn", request)
+        planned += [other for other in others if other.predicted_ns < planned[0].predicted_ns]
+    found[1:1] = planned
     fast = accelerators(problem)
     if len(fast) > 1 and problem.core.tasks.num_groups:
         split = even_split(problem, module_chain(problem), fast)
@@ -61,7 +78,10 @@ def candidates(result: Result, most_runners_up: int = 4) -> list[Candidate]:
 
 
 def singles(problem: Problem, request: dict[str, Any]) -> list[Candidate]:
-    """Each single device that fits, fastest predicted first; of equal devices only the first."""
+    """Each single device that fits, fastest predicted first; of equal devices only the first.
+
+    Where times depend on the order, that of the trace is weighed against critical paths.
+    """
     found: dict[Any, Candidate] = {}
     for index in problem.usable_devices:
         device = problem.machine.devices[index]
@@ -71,9 +91,18 @@ def singles(problem: Problem, request: dict[str, Any]) -> list[Candidate]:
         placement = all_on(problem, index)
         alone = bool((placement.devices == index).all())
         name = f"{device.name} {'alone' if alone else 'where allowed'}"
-        for candidate in _fitting(problem, placement, name, request):
-            found[kind] = Candidate(name, candidate.plan, is_single=True)
-    return sorted(found.values(), key=lambda candidate: candidate.plan.predicted.step_ns)
+        orders = [placement]
+        if problem.costs.caching is not None:
+            orders.append(in_trace_order(problem, placement))
+        fitting = [one for order in orders for one in _fitting(problem, order, name, request)]
+        if fitting:
+            best = min(fitting, key=_predicted)
+            found[kind] = replace(best, is_single=True)
+    return sorted(found.values(), key=_predicted)
+
+
+def _predicted(candidate: Candidate) -> int:
+    return candidate.predicted_ns
 
 
 def _fitting(
@@ -84,7 +113,20 @@ def _fitting(
     if not timeline.is_feasible:
         return []
     made = {**request, "placer": name}
-    return [Candidate(name, make_plan(timeline, placement.priority, made))]
+    return [_candidate(problem, name, make_plan(timeline, placement.priority, made))]
+
+
+def _candidate(problem: Problem, name: str, plan: Plan) -> Candidate:
+    return Candidate(name, plan, predicted_ns=predicted_ns(problem, plan))
+
+
+def predicted_ns(problem: Problem, plan: Plan) -> int:
+    """Step time of a plan with what the caches hold in its order, as far as costs know that."""
+    costs = problem.costs.in_order(problem.graph, plan.order)
+    if costs is problem.costs:
+        return plan.predicted.step_ns
+    placement = Placement(np.array(plan.placement, np.int32))
+    return simulate_in_order(replace(problem, costs=costs), placement, plan.order).makespan_ns
 
 
 def _distinct(found: list[Candidate]) -> list[Candidate]:

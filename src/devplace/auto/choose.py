@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from devplace.auto.candidates import Candidate, candidates
@@ -166,15 +166,15 @@ def _trials(searches: Sequence[Searched], arguments: tuple[Any, Any, Any, Any]) 
         sources = step_sources(one.graph, *arguments)
         found = candidates(one.result) if number == 0 else candidates(one.result, 0)
         for candidate in found:
-            named = Candidate(one.prefix + candidate.name, candidate.plan, candidate.is_single)
+            named = replace(candidate, name=one.prefix + candidate.name)
             pair = (named, Trial(named.name, named.plan, one.graph, sources))
             if candidate.is_single:
                 if number == 0 or not singles:
                     singles.append(pair)
-            elif candidate.name == one.result.placer:
+            elif candidate.plan is one.result.plan:
                 bests.append(pair)
             else:
                 others.append(pair)
-    bests.sort(key=lambda pair: pair[0].plan.predicted.step_ns)
-    others.sort(key=lambda pair: pair[0].plan.predicted.step_ns)
+    bests.sort(key=lambda pair: pair[0].predicted_ns)
+    others.sort(key=lambda pair: pair[0].predicted_ns)
     return [*singles[:1], *bests, *singles[1:], *others]

@@ -44,8 +44,8 @@ class Row:
 
     @property
     def predicted_ns(self) -> int:
-        """Predicted step time."""
-        return self.plan.predicted.step_ns
+        """Predicted step time, in the plan's own order."""
+        return self.candidate.predicted_ns
 
     @property
     def measured_ns(self) -> int | None:

@@ -135,7 +135,7 @@ def _observation(
 ) -> Observation:
     """A plan that ran, its ops with the gap of `now` and so many times as long."""
     plan, ns = row.plan, row.measured_ns or 0
-    costs = problem.costs.with_kernel_gap(now.kernel_gap_ns)
+    costs = problem.costs.in_order(problem.graph, plan.order).with_kernel_gap(now.kernel_gap_ns)
     costs = replace(costs, compute_ns=np.rint(costs.compute_ns * scale).astype(np.int64))
     return Observation(problem.graph, costs, probed, plan.placement, plan.order, ns)
 
@@ -144,7 +144,7 @@ def _single_step(row: Row, problem: Problem) -> SingleStep:
     """The step as its sums: on one GPU one op runs after the other."""
     (device,) = (number for number, order in enumerate(row.plan.order) if order)
     ops = list(row.plan.order[device])
-    costs = problem.costs.with_kernel_gap(0)
+    costs = problem.costs.in_order(problem.graph, row.plan.order).with_kernel_gap(0)
     return SingleStep(
         graph=row.plan.fingerprints.graph,
         device=problem.machine.device_names[device],

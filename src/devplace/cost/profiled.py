@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from devplace.cost.analytic import Analytic
 from devplace.cost.cache import TimingCache, cache_folder
 from devplace.cost.order import likely_order
+from devplace.cost.reuse import CacheTimes, cold_inputs, large_inputs
 from devplace.cost.signature import OpCall, op_calls
 from devplace.cost.table import CostModel, CostTable
 from devplace.errors import CacheError
@@ -68,16 +69,20 @@ class Profiled:
         Returns:
             int64 nanoseconds, shape `[V, D]`; `origin` is `profiled` if any device was measured,
             else that of `base`. `notes` say what was not measured and why. `kernels` marks what
-            holds the kernel gap: the ops that do some work, on GPUs that were measured.
+            holds the kernel gap: the ops that do some work, on GPUs that were measured. `caching`
+            tells how times there change with the order.
         """
         table = self.base(graph, machine)
         if graph.program is None:
             return table
         fast = [column for column, device in enumerate(machine.devices) if device.kind == "gpu"]
-        calls = op_calls(graph, likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist()))
+        order = likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist())
+        cold = cold_inputs(graph, order)
+        calls, extremes = op_calls(graph, cold), _extremes(graph) if fast else {}
         compute_ns, workspace = table.compute_ns.copy(), _workspaces(graph)
+        warm_ns, cold_ns = compute_ns.copy(), compute_ns.copy()
         notes: list[str] = []
-        done: dict[str, tuple[I64, I64]] = {}
+        done: dict[str, _Priced] = {}
         kernels = np.zeros(compute_ns.shape, np.bool_)
         for column, device in enumerate(machine.devices):
             timer = self._timer(device, machine, graph) if device.name not in self.skip else None
@@ -85,11 +90,14 @@ class Profiled:
                 continue
             place, measure = timer
             if place not in done:
-                priced = _Column(self, place, measure, notes)
-                done[place] = priced.price(graph, calls, table.compute_ns[:, column])
-            compute_ns[:, column] = done[place][0]
+                pricing = _Column(self, place, measure, notes)
+                some = extremes if device.kind == "gpu" else {}
+                done[place] = pricing.price(graph, calls, some, table.compute_ns[:, column])
+            priced = done[place]
+            compute_ns[:, column] = priced.compute_ns
+            warm_ns[:, column], cold_ns[:, column] = priced.warm_ns, priced.cold_ns
             if device.kind == "gpu":
-                workspace = np.maximum(workspace, done[place][1])
+                workspace = np.maximum(workspace, priced.workspace_bytes)
                 kernels[list(calls), column] = True
         if not done:
             return table
@@ -99,6 +107,7 @@ class Profiled:
             workspace_bytes=workspace,
             notes=tuple(notes),
             kernels=kernels if kernels.any() else None,
+            caching=CacheTimes(cold, warm_ns, cold_ns) if kernels.any() else None,
         )
         return measured.with_kernel_gap(self.kernel_gap_ns)
 
@@ -186,6 +195,29 @@ def _workspaces(graph: OpGraph) -> I64:
     return np.array([op.workspace_bytes for op in graph.ops], np.int64)
 
 
+def _extremes(graph: OpGraph) -> dict[int, tuple[OpCall, OpCall]]:
+    """Op with large inputs -> its call with all of them in the cache, and with none."""
+    every = {op: large_inputs(graph, op) for op in range(len(graph.ops))}
+    large = {op: found for op, found in every.items() if found}
+    warm, cold = op_calls(graph, {}, large), op_calls(graph, large, large)
+    return {op: (call, cold[op]) for op, call in warm.items()}
+
+
+class _Priced(NamedTuple):
+    """Times and workspaces on one model of device, `[V]` each.
+
+    Attributes:
+        compute_ns: As usual.
+        warm_ns, cold_ns: With all, and with no large inputs in the cache.
+        workspace_bytes: Memory an op takes while it runs.
+    """
+
+    compute_ns: I64
+    warm_ns: I64
+    cold_ns: I64
+    workspace_bytes: I64
+
+
 @dataclass(frozen=True)
 class _Column:
     """Pricing on one model of device."""
@@ -195,9 +227,15 @@ class _Column:
     timer: Timer
     notes: list[str]
 
-    def price(self, graph: OpGraph, calls: Mapping[int, OpCall], base_ns: I64) -> tuple[I64, I64]:
-        """Times and workspaces of all ops, `[V]` each."""
-        known = self._known(graph, calls, base_ns)
+    def price(
+        self,
+        graph: OpGraph,
+        calls: Mapping[int, OpCall],
+        extremes: Mapping[int, tuple[OpCall, OpCall]],
+        base_ns: I64,
+    ) -> _Priced:
+        """Times and workspaces of all ops."""
+        known = self._known(calls, extremes, base_ns)
         compute_ns, workspace = base_ns.copy(), _workspaces(graph)
         missing = []
         for index, call in calls.items():
@@ -206,52 +244,74 @@ class _Column:
             else:
                 missing.append(index)
         _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
-        return compute_ns, workspace
+        warm_ns, cold_ns = compute_ns.copy(), compute_ns.copy()
+        for index, (warm, cold) in extremes.items():
+            if calls[index].key in known and warm.key in known and cold.key in known:
+                warm_ns[index] = min(compute_ns[index], known[warm.key][0])
+                cold_ns[index] = max(compute_ns[index], known[cold.key][0])
+        return _Priced(compute_ns, warm_ns, cold_ns, workspace)
 
     def _known(
-        self, graph: OpGraph, calls: Mapping[int, OpCall], base_ns: I64
+        self,
+        calls: Mapping[int, OpCall],
+        extremes: Mapping[int, tuple[OpCall, OpCall]],
+        base_ns: I64,
     ) -> dict[str, tuple[int, int]]:
         cache = TimingCache(self.settings.cache)
-        share: Counter[str] = Counter()
-        for index, call in calls.items():
-            share[call.key] += int(base_ns[index])
-        by_key = {call.key: call for call in calls.values()}
+        until = time.monotonic() + self.settings.seconds
+        usual = _by_share(calls.items(), base_ns)
+        others = _by_share(((i, call) for i, pair in extremes.items() for call in pair), base_ns)
         try:
-            known = cache.read(self.place, list(by_key))
+            known = cache.read(self.place, list({**usual, **others}))
         except CacheError as error:
             self.notes.append(str(error))
             cache, known = TimingCache(None), {}
         if cache.dropped:
             self.notes.append(f"{cache.dropped} damaged rows of {cache.path} were measured again.")
-        order = [key for key, _ in share.most_common() if key not in known]
-        fresh = self._measure([by_key[key] for key in order])
+        fresh = self._measure([call for key, call in usual.items() if key not in known], until)
+        known = {**known, **fresh}
+        left = [call for key, call in others.items() if key not in known]
+        more = self._measure(left, until, is_extra=True)
         try:
-            cache.write(self.place, fresh)
+            cache.write(self.place, {**fresh, **more})
         except CacheError as error:
             self.notes.append(str(error))
-        return {**known, **fresh}
+        return {**known, **more}
 
-    def _measure(self, calls: Sequence[OpCall]) -> dict[str, tuple[int, int]]:
-        """Times of calls, most important first, until the time is up."""
-        until = time.monotonic() + self.settings.seconds
+    def _measure(
+        self, calls: Sequence[OpCall], until: float, is_extra: bool = False
+    ) -> dict[str, tuple[int, int]]:
+        """Times of calls, most important first, until the time is up; what is missing of extra ones
+        is not told."""
         found: dict[str, tuple[int, int]] = {}
         failed: Counter[str] = Counter()
         for number, call in enumerate(calls):
             if time.monotonic() >= until:
-                self.notes.append(
-                    f"{len(calls) - number} of {len(calls)} distinct ops were not measured within "
-                    f"{self.settings.seconds:g} s; they are estimated."
-                )
+                if not is_extra:
+                    self.notes.append(
+                        f"{len(calls) - number} of {len(calls)} distinct ops were not measured "
+                        f"within {self.settings.seconds:g} s; they are estimated."
+                    )
                 break
             try:
                 found[call.key] = self.timer(call)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 failed[f"{call.target}: {(str(error).splitlines() or [''])[0]}"] += 1
-        for what, count in failed.items():
+        for what, count in failed.items() if not is_extra else ():
             self.notes.append(
                 f"{count} distinct ops could not be measured and are estimated: {what}"
             )
         return found
+
+
+def _by_share(calls: Iterable[tuple[int, OpCall]], base_ns: I64) -> dict[str, OpCall]:
+    """Distinct calls by key, those first whose ops take the most time in all."""
+    share: Counter[str] = Counter()
+    by_key: dict[str, OpCall] = {}
+    for index, call in calls:
+        share[call.key] += int(base_ns[index])
+        by_key[call.key] = call
+    return {key: by_key[key] for key, _ in share.most_common()}
 
 
 def _scale(

@@ -5,15 +5,11 @@ Reads FX graphs but does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from devplace.cost.reuse import NONE, ColdInputs, cold_inputs
 from devplace.graph import OpGraph
-
-# An input touched longer ago than this many bytes of other traffic comes from memory, not from a
-# cache (an H100 has 50 MB of L2, an H200 60). Smaller inputs cost no more either way.
-FRESH_BYTES = 32 * 2**20
-LEAST_COLD_BYTES = 2**19
 
 
 class TensorSpec(NamedTuple):
@@ -49,16 +45,19 @@ class OpCall(NamedTuple):
     key: str
 
 
-def op_calls(graph: OpGraph, order: Sequence[int] = ()) -> dict[int, OpCall]:
+def op_calls(
+    graph: OpGraph, cold: ColdInputs | None = None, only: Collection[int] | None = None
+) -> dict[int, OpCall]:
     """The call of every op that does some work, by op index.
 
     Args:
         graph: A captured step, with its program.
-        order: In which order they are run, about, which decides what a cache still holds; default:
-            that of the trace.
+        cold: Which inputs come from memory; default: those of the trace's order.
+        only: The ops whose calls are wanted; default: all.
     """
     program = graph.program
-    reuse = _Reuse(graph, order or range(len(graph.ops)))
+    if cold is None:
+        cold = cold_inputs(graph, range(len(graph.ops)))
     calls: dict[int, OpCall] = {}
     for node in program.module.graph.nodes:
         if node.op != "call_function" or node.name not in program.op_of:
@@ -66,10 +65,12 @@ def op_calls(graph: OpGraph, order: Sequence[int] = ()) -> dict[int, OpCall]:
         index = program.op_of[node.name]
         if index in calls or graph.ops[index].is_view or graph.ops[index].is_source:
             continue
-        cold = reuse.cold_inputs(index)
+        if only is not None and index not in only:
+            continue
+        from_memory = cold.get(index, NONE)
         names = {program.tensor_of.get(other.name): other for other in node.all_input_nodes}
         specs = {
-            other: _spec(other.meta["val"], tensor in cold)
+            other: _spec(other.meta["val"], tensor in from_memory)
             for tensor, other in names.items()
             if hasattr(other.meta.get("val"), "stride")
         }
@@ -109,42 +110,6 @@ class _Device:
 
 DEVICE = _Device()
 """Stands for the torch device an op is timed on."""
-
-
-class _Reuse:
-    """How much other memory was touched since each storage was."""
-
-    def __init__(self, graph: OpGraph, order: Sequence[int]) -> None:
-        self._graph = graph
-        root = list(range(len(graph.tensors)))
-        for op in graph.ops:
-            for out in op.outputs if op.is_view else ():
-                root[out] = root[op.alias_of]
-        self._root = root
-        self._seen: dict[int, int] = {}
-        self._touched = 0
-        self._cold: dict[int, frozenset[int]] = {}
-        for index in order:
-            op = graph.ops[index]
-            if not op.is_view and not op.is_source:
-                self._cold[index] = self._step(op.inputs, op.outputs)
-
-    def cold_inputs(self, index: int) -> frozenset[int]:
-        """Tensors an op reads from memory."""
-        return self._cold.get(index, frozenset())
-
-    def _step(self, inputs: Iterable[int], outputs: Iterable[int]) -> frozenset[int]:
-        tensors = self._graph.tensors
-        cold = frozenset(
-            tensor
-            for tensor in inputs
-            if tensors[tensor].num_bytes >= LEAST_COLD_BYTES
-            and self._touched - self._seen.get(self._root[tensor], -FRESH_BYTES) >= FRESH_BYTES
-        )
-        for tensor in (*inputs, *outputs):
-            self._touched += tensors[tensor].num_bytes
-            self._seen[self._root[tensor]] = self._touched
-        return cold
 
 
 def _with_bounds(

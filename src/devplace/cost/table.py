@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.cost.reuse import CacheTimes
 from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.machine import Link, Machine
@@ -30,6 +32,7 @@ class CostTable:
         notes: What the user should know of these numbers.
         kernel_gap_ns: Kernel gap that is part of `compute_ns` where `kernels` says so, ns.
         kernels: Which times hold the kernel gap. bool, shape `[V, D]`, or None for none.
+        caching: How times change with what a cache still holds, or None if that is not known.
     """
 
     compute_ns: NDArray[np.int64]
@@ -40,6 +43,19 @@ class CostTable:
     notes: tuple[str, ...] = ()
     kernel_gap_ns: int = 0
     kernels: NDArray[np.bool_] | None = None
+    caching: CacheTimes | None = None
+
+    def in_order(self, graph: OpGraph, order: Sequence[Sequence[int]]) -> CostTable:
+        """The costs of devices that run their ops in this order; these, if it makes no difference.
+
+        Args:
+            graph: The step these are costs of.
+            order: Per device the indices of the ops it runs, as in a plan.
+        """
+        if self.caching is None:
+            return self
+        times = self.caching.in_order(graph, self.compute_ns, order)
+        return replace(self, compute_ns=times, caching=None)
 
     def with_kernel_gap(self, kernel_gap_ns: int) -> CostTable:
         """These costs with another kernel gap; unchanged if none of them holds one.
@@ -55,7 +71,12 @@ class CostTable:
         if self.kernels is None or kernel_gap_ns == self.kernel_gap_ns:
             return self
         added = self.kernels * np.int64(kernel_gap_ns - self.kernel_gap_ns)
-        return replace(self, compute_ns=self.compute_ns + added, kernel_gap_ns=kernel_gap_ns)
+        return replace(
+            self,
+            compute_ns=self.compute_ns + added,
+            kernel_gap_ns=kernel_gap_ns,
+            caching=self.caching and self.caching.plus(added),
+        )
 
 
 class CostModel(Protocol):
