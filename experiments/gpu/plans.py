@@ -186,6 +186,8 @@ class Bench:
         search = planned.search
         begin = time.perf_counter()
         tried = [c for c in candidates(search) if not c.is_single][: self.options.best]
+        if not tried:  # on one GPU
+            return
         times = [self.measure(c.name, used, c.plan, search.bound.step_ns) for c in tried]
         fastest = times.index(min(times))
         if fastest:  # measured again: the least of several times is too small

@@ -37,9 +37,16 @@ def needs(count: int) -> Any:
     return pytest.mark.skipif(count > NUM_DEVICES, reason=f"needs {count} CUDA devices")
 
 
+def needs_apart(count: int) -> Any:
+    """Skip a test where there are fewer devices apart from each other: one GPU is no several."""
+    there = NUM_DEVICES if ON_CPU else NUM_GPUS
+    return pytest.mark.skipif(count > there, reason=f"needs {count} CUDA devices apart")
+
+
 MARKS = [pytest.mark.gpu, needs(1)]
 COUNTS = [pytest.param(count, marks=needs(count)) for count in (2, 4)]
 real_gpu = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")
+not_on_one = pytest.mark.skipif(ON_ONE, reason="needs CUDA devices apart")
 
 
 def names(count: int) -> tuple[str, ...]:

@@ -204,7 +204,7 @@ def test_eager_and_graph_modes_agree() -> None:
     assert losses[0] == losses[1]
 
 
-@two_gpus
+@gpus.needs_apart(2)
 def test_s06_devices_outside_the_plan_are_not_touched() -> None:
     """A step on cuda:1 makes no context on cuda:0."""
     script = """

@@ -24,7 +24,7 @@ from devplace.machine import detect
 from devplace.run.compile import compile_step
 
 pytestmark = gpus.MARKS
-two_gpus = gpus.needs(2)
+two_gpus = gpus.needs_apart(2)
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +118,7 @@ class Branches(nn.Module):
 
 
 @gpus.real_gpu
+@gpus.not_on_one
 @pytest.mark.parametrize("count", gpus.COUNTS)
 def test_s24_branches_on_their_own_gpus_run_at_the_same_time(count: int) -> None:
     """All branches are under way at one moment of a measured step, which is shorter than three

@@ -23,7 +23,7 @@ from devplace.machine import detect
 from devplace.run.probe.measure import run_probe
 
 pytestmark = [*gpus.MARKS, gpus.real_gpu]
-two_gpus = gpus.needs(2)
+two_gpus = gpus.needs_apart(2)
 MIB = 2**20
 
 

@@ -26,7 +26,7 @@ from devplace.machine import detect
 from devplace.run.compile import compile_step
 
 pytestmark = [*gpus.MARKS, gpus.real_gpu]
-two_gpus = gpus.needs(2)
+two_gpus = gpus.needs_apart(2)
 MIB = 2**20
 BUDGET = "400ev,5s"
 
