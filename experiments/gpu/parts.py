@@ -37,11 +37,13 @@ from devplace.cost.reuse import CacheTimes
 from devplace.graph import OpGraph, serialize
 from devplace.graph.capture import capture
 from devplace.machine import detect, toml
+from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
 from devplace.run.cuda import executor
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.executors import make_executor
 from devplace.run.schedule import make_schedule
+from devplace.simulator import simulate
 from devplace.simulator.in_order import simulate_in_order
 from devplace.testing.one_gpu import one_gpu
 
@@ -151,25 +153,26 @@ class Bench:
         self.arrays["costs"], self.arrays["kernels"] = self.costs.compute_ns, self.costs.kernels
         gpus = [d.name for d in self.machine.devices if d.kind == "gpu"]
         self.say(f"{len(self.graph.ops)} ops")
-        single = placers.place(self.problem(gpus[:1]), placers.Single(), allow_infeasible=True)
+        alone = self.problem(gpus[:1])
+        single = simulate(alone, all_on(alone, self.machine.device_names.index(gpus[0])))
         problem = self.problem(gpus[: self.options.gpus])
         found = {}
         if not placers.Layers().supports(problem):
             found["layers"] = placers.place(problem, placers.Layers(), allow_infeasible=True)
         found["search"] = placers.place(problem, placers.Search(), self.options.budget, 0)
-        column = max(range(len(single.plan.order)), key=lambda k: len(single.plan.order[k]))
-        self.whole("one graph", single.plan.placement, single.plan.order[column], column)
-        self.whole("trace", single.plan.placement, range(len(self.graph.ops)), column)
+        column = self.machine.device_names.index(gpus[0])
+        self.whole("critical paths", single.devices, single.order[column], column)
+        self.whole("trace", single.devices, range(len(self.graph.ops)), column)
         for name, result in found.items():
             plan = result.plan
             self.say(f"{name}: {plan.predicted.step_ns / 1e6:.2f} ms")
             placement = Placement(np.array(plan.placement, np.int32))
             start = simulate_in_order(problem, placement, plan.order).start_ns
             order = in_turn(self.graph, start)
-            self.whole(f"order of {name}", single.plan.placement, order, column)
+            self.whole(f"order of {name}", single.devices, order, column)
             for device, row in enumerate(plan.order):
                 if row:
-                    self.part(f"{name} {device}", plan, device, order)
+                    self.part(f"{name} {device}", plan, device)
         self.save()
 
     def problem(self, gpus: Sequence[str]) -> Problem:
@@ -183,17 +186,17 @@ class Bench:
         ops = self.graph.ops
         ran = [k for k in order if not ops[k].is_source and not ops[k].is_view]
         rows[column] = ran
-        self.measure(name, placement, rows, column, order, 0, 0)
+        self.measure(name, placement, rows, column, 0, 0)
         if self.options.kernels:
             self.kernels(name, placement, rows)
 
-    def part(self, name: str, plan: Any, device: int, order: Sequence[int]) -> None:
+    def part(self, name: str, plan: Any, device: int) -> None:
         """A device's part of a plan alone."""
         names = self.machine.device_names
         transfers = make_schedule(self.graph, plan.placement, plan.order, names).transfers
         sent = sum(t.src == device for t in transfers)
         received = sum(t.dst == device for t in transfers)
-        self.measure(name, plan.placement, plan.order, device, plan.order[device], sent, received)
+        self.measure(name, plan.placement, plan.order, device, sent, received)
 
     def measure(
         self,
@@ -201,7 +204,6 @@ class Bench:
         placement: Any,
         rows: Sequence[Sequence[int]],
         device: int,
-        order: Sequence[int],
         sent: int,
         received: int,
     ) -> None:
@@ -233,7 +235,7 @@ class Bench:
             torch.cuda.empty_cache()
             self.lock.release()
         self.rows.append(row)
-        self.arrays[f"{name}.order"] = np.array(order, np.int32)
+        self.arrays[f"{name}.order"] = np.array(mine, np.int32)
         self.arrays[f"{name}.costs"] = again.compute_ns[:, device]
         self.say(json.dumps(row))
         self.save()

@@ -21,10 +21,11 @@ import numpy as np
 
 from devplace.auto.calibration import Calibration, Observation, fit
 from devplace.auto.costs import HOPPER
-from devplace.cost import CostTable
-from devplace.cost.reuse import CacheTimes
-from devplace.graph import serialize
-from devplace.machine import toml
+from devplace.cost import Analytic, CostTable
+from devplace.cost.order import likely_order
+from devplace.cost.reuse import CacheTimes, cold_inputs
+from devplace.graph import OpGraph, serialize
+from devplace.machine import load_machine, toml
 
 
 def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
@@ -38,7 +39,7 @@ def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
         count = row["micro_batches"]
         if count not in steps:
             graph = serialize.from_json(bytes(arrays[f"{count}.graph"]))
-            steps[count] = graph, kept_costs(arrays, count)
+            steps[count] = graph, kept_costs(arrays, count, graph)
         graph, costs = steps[count]
         key = f"{count}.{row['gpus']}.{row['name']}"
         order = [arrays[f"{key}.order{d}"].tolist() for d in range(len(machine.devices))]
@@ -55,7 +56,7 @@ def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:
     return found
 
 
-def kept_costs(arrays: Mapping[str, np.ndarray], count: int) -> CostTable:
+def kept_costs(arrays: Mapping[str, np.ndarray], count: int, graph: OpGraph) -> CostTable:
     """Costs of the step with this number of micro-batches."""
     times = arrays[f"{count}.costs"]
     if f"{count}.kernels" not in arrays:
@@ -64,13 +65,39 @@ def kept_costs(arrays: Mapping[str, np.ndarray], count: int) -> CostTable:
     kernels = arrays[f"{count}.kernels"]
     table = CostTable(times, "profiled", kernel_gap_ns=gap, kernels=kernels)
     if f"{count}.usual" not in arrays:
-        return table
+        return replace(table, caching=seen_states(graph, table))
     usual: dict[int, set[int]] = {}
     for op, tensor in arrays[f"{count}.usual"].tolist():
         usual.setdefault(op, set()).add(tensor)
     cold = {op: frozenset(tensors) for op, tensors in usual.items()}
     caching = CacheTimes(cold, arrays[f"{count}.warm"], arrays[f"{count}.cold"])
     return replace(table, caching=caching)
+
+
+def seen_states(graph: OpGraph, table: CostTable) -> CacheTimes:
+    """What a run that kept no warm and cold times tells of them: of ops of one kind, the times of
+    those with the fewest and with the most bytes from memory."""
+    column = int(np.flatnonzero(table.kernels.any(0))[0]) if table.kernels is not None else 0
+    base = Analytic()(graph, load_machine("h200x1")).compute_ns[:, 1].tolist()
+    usual = cold_inputs(graph, likely_order(graph, base))
+    states: dict[Any, dict[int, list[int]]] = {}
+    for op, cold in usual.items():
+        read = sum(graph.tensors[tensor].num_bytes for tensor in cold)
+        kind = states.setdefault(_kind(graph, op), {})
+        kind.setdefault(read, []).append(int(table.compute_ns[op, column]))
+    warm, late = table.compute_ns.copy(), table.compute_ns.copy()
+    for op in usual:
+        seen = states[_kind(graph, op)]
+        gpus = table.kernels[op] if table.kernels is not None else slice(None)
+        warm[op, gpus] = round(np.median(seen[min(seen)]))
+        late[op, gpus] = round(np.median(seen[max(seen)]))
+    return CacheTimes(usual, warm, late)
+
+
+def _kind(graph: OpGraph, index: int) -> Any:
+    op, tensors = graph.ops[index], graph.tensors
+    shapes = [(tensors[t].shape, tensors[t].dtype) for t in (*op.inputs, *op.outputs)]
+    return op.target, tuple(shapes), op.flops, op.bytes_read, op.bytes_written
 
 
 def ranks(values: list[float]) -> np.ndarray:

@@ -35,6 +35,21 @@ class Residual(nn.Module):
         return x + self.second(self.first(x).relu())
 
 
+class Unrolled(nn.Module):
+    """An LSTM cell and a head, used once per step of a sequence of 8 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        state, outputs = (x.new_zeros(len(x), 8), x.new_zeros(len(x), 8)), []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            outputs.append(self.head(state[0]))
+        return torch.stack(outputs)
+
+
 class UShape(nn.Module):
     """Two convolutions down, two up, joined by add and cat."""
 

@@ -238,6 +238,7 @@ def test_s06_devices_outside_the_plan_are_not_touched() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@gpus.not_on_one
 def test_a_device_that_is_not_there_is_refused() -> None:
     """A plan for more GPUs than there are is refused by name."""
     graph = capture(Clipped(), (torch.randn(8, 4),), mean_square)

@@ -17,7 +17,7 @@ from devplace.graph.capture import capture
 from devplace.run.check import CheckReport, check
 from devplace.run.compile import Step, compile_step
 from tests.run import gpus
-from tests.run.models import Clipped, Containers, Normed, Tied, mean_square, next_token
+from tests.run.models import Clipped, Containers, Normed, Tied, Unrolled, mean_square, next_token
 from tests.run.placed import largest_difference
 
 pytestmark = gpus.MARKS
@@ -84,6 +84,7 @@ def assert_same(
     training: Training, count: int, how: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Placed and unplaced step agree over all steps, and the placed one ran as CUDA graphs."""
+    gpus.skip_on_one(training.graph)
     placed = gpus.PLACEMENTS[how](training.graph, count)
     with gpus.seen_executors(monkeypatch) as executors:
         report = training.check(placed, count)
@@ -188,6 +189,9 @@ FEATURES = {
         Clipped, lambda: (torch.randn(8, 4) * 100,), options={"clip_grad_norm": 0.5}
     ),
     "micro-batches": Feature(Clipped, normal(8, 4), options={"micro_batches": 3}),
+    "stacked gradients": Feature(
+        Unrolled, normal(2, 8, 8), optimizer=adam, options={"stack_gradients": True}
+    ),
     "bfloat16": Feature(
         Tied, tokens, next_token, adamw, {"autocast": torch.bfloat16}, is_followed=False
     ),
