@@ -25,6 +25,7 @@ from devplace.errors import (
     ProblemError,
 )
 from tests.auto.steps import captured, hostile, placed, tagger
+from tests.run.models import Unrolled, mean_square
 
 QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,30s"}
 
@@ -68,6 +69,18 @@ def test_training_in_eval_mode_is_noted(is_training: bool) -> None:
         assert ("trained in eval mode" in str(step)) is not is_training
     with dp.parallelize(model, batch, loss, confirm=False, **QUICK) as step:
         assert "trained in eval mode" not in str(step)
+
+
+@pytest.mark.parametrize(("steps", "is_noted"), [(24, True), (4, False)])
+def test_an_unrolled_model_is_told_of_stacked_gradients(steps: int, is_noted: bool) -> None:
+    """The report says how many products they spare, once that is many, and not where they are."""
+    model, batch = Unrolled(), (torch.randn(2, steps, 8),)
+    given: dict[str, Any] = {"loss_fn": mean_square, "optimizer": adam(model), **QUICK}
+    with dp.parallelize(model, batch, **given, confirm=False) as step:
+        assert ("stack_gradients=True" in str(step)) is is_noted
+        assert not is_noted or f"by {3 * (steps - 1)} products" in str(step)
+    with dp.parallelize(model, batch, **given, confirm=False, stack_gradients=True) as step:
+        assert "stack_gradients" not in str(step)
 
 
 def test_training_resumes_from_an_ordinary_checkpoint() -> None:

@@ -102,9 +102,13 @@ def test_micro_batches_are_not_mixed() -> None:
 
 
 def test_nothing_changes_by_itself() -> None:
-    """Without the option the graph is that of autograd."""
+    """Without the option the graph is that of autograd, and tells what the option would spare."""
     model, batch = unrolled(), batches()[0]
-    assert calls(capture(model, batch, token_loss, sgd(model))) == both(model, batch, token_loss)[0]
+    graph = capture(model, batch, token_loss, sgd(model))
+    assert calls(graph) == both(model, batch, token_loss)[0]
+    assert graph.meta["spared_by_stacking"] == (STEPS - 1) * 4
+    stacked = capture(model, batch, token_loss, sgd(model), stack_gradients=True)
+    assert "spared_by_stacking" not in stacked.meta
 
 
 class Twice(nn.Module):

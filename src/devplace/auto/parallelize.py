@@ -36,6 +36,8 @@ MICRO_BATCHES = (1, 2, 4, 8)
 CAPTURE_SHARE = 0.35
 """Part of the budget after which no further number of micro-batches is captured."""
 SETTLE_SECONDS = 0.5
+WORTH_STACKING = 20
+"""Products spared from which on the report speaks of it."""
 
 
 def parallelize(
@@ -199,7 +201,7 @@ class _Job:
                 _free()
                 continue
             notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
-            notes += in_eval_mode(graph)
+            notes += (*in_eval_mode(graph), *could_stack(graph))
             return ParallelStep(
                 step, candidate.plan, graph, choice.confirmation, measured_ns, notes
             )
@@ -277,6 +279,18 @@ def in_eval_mode(graph: OpGraph) -> tuple[str, ...]:
     return (
         "the model is trained in eval mode, as it was given: no dropout, and batch norm uses its "
         "running statistics. If that is not meant, call model.train() first",
+    )
+
+
+def could_stack(graph: OpGraph) -> tuple[str, ...]:
+    """A note where many products of weights' gradients could be made at once; else nothing."""
+    spared = int(graph.meta.get("spared_by_stacking", 0))
+    if spared < WORTH_STACKING:
+        return ()
+    return (
+        f"weights are used many times in a step: stack_gradients=True computes their gradients by "
+        f"{spared} products of matrices fewer, rounded in another order than torch's. On one H200 "
+        f"that made steps of unrolled LSTM models 1.6 to 1.9 times as fast",
     )
 
 

@@ -30,6 +30,7 @@ from devplace.graph.capture.refuse import (
 )
 from devplace.graph.capture.same import is_same_step, reads_array
 from devplace.graph.capture.sources import Sources, find_sources
+from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.step import Request, Step
 from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
@@ -108,6 +109,8 @@ def capture(
         )
         step, gm = _traced(request, progress)
         meta = _meta(request, micro_batches)
+        if not stack_gradients:
+            meta["spared_by_stacking"] = num_spared_products(gm.graph)
         return to_graph(gm, step, name or type(model).__name__, meta)
 
 

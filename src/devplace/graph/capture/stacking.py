@@ -52,10 +52,21 @@ def stack_gradients(graph: torch.fx.Graph) -> None:
     """
     place = {node: index for index, node in enumerate(graph.nodes)}
     stacks: dict[tuple[Node, ...], Node] = {}
-    roots = [node for node in graph.nodes if _is_sum(node) and not _is_inner(node)]
-    others = [root for root in roots if not _stack(graph, root, place, stacks, products=True)]
+    others = [
+        root for root in _sums(graph) if not _stack(graph, root, place, stacks, products=True)
+    ]
     for root in others:
         _stack(graph, root, place, stacks, products=False)
+
+
+def num_spared_products(graph: torch.fx.Graph) -> int:
+    """How many products `stack_gradients` would make fewer."""
+    groups = [terms for root in _sums(graph) for terms in _terms(root, products=True)[0]]
+    return sum(len(terms) - 1 for terms in groups if len(terms) > 1 and _pays(terms))
+
+
+def _sums(graph: torch.fx.Graph) -> list[Node]:
+    return [node for node in graph.nodes if _is_sum(node) and not _is_inner(node)]
 
 
 def _is_sum(node: Node) -> bool:
@@ -89,17 +100,10 @@ def _stack(
     products: bool,
 ) -> bool:
     """Stack what can be of the terms of a sum; tells whether any were."""
-    rest: list[Node] = []
-    groups: dict[Any, list[_Term]] = defaultdict(list)
-    for leaf in _leaves(root):
-        term = _term(leaf, products)
-        if term is None:
-            rest.append(leaf)
-        else:
-            groups[_kind(term)].append(term)
+    groups, rest = _terms(root, products)
     made: list[Node] = []
     with graph.inserting_before(root):
-        for terms in groups.values():
+        for terms in groups:
             terms.sort(key=lambda term: place[term.rows])
             rows = tuple(term.rows for term in terms)
             if len(terms) > 1 and (_pays(terms) if products else rows in stacks):
@@ -114,6 +118,19 @@ def _stack(
             total = _call(graph, root.target, (total, other), root.meta["tag"], value)
     root.replace_all_uses_with(total)
     return True
+
+
+def _terms(root: Node, products: bool) -> tuple[list[list[_Term]], list[Node]]:
+    """What a sum adds up: terms that can be stacked with each other, and the other leaves."""
+    rest: list[Node] = []
+    groups: dict[Any, list[_Term]] = defaultdict(list)
+    for leaf in _leaves(root):
+        term = _term(leaf, products)
+        if term is None:
+            rest.append(leaf)
+        else:
+            groups[_kind(term)].append(term)
+    return list(groups.values()), rest
 
 
 def _wrapped(term: _Term) -> Node:
