@@ -8,6 +8,8 @@ from typing import Any
 
 from common import RESULTS
 
+SHORT_NS = 1_200_000
+SEND_NS, RECEIVE_NS = 1_300, 1_200  # of src/devplace/auto/costs.py
 
 def gpu_first(data: dict[str, Any]) -> str:
     """Measured steps on GPUs beside the predicted ones; further runs are in `gpu_first_*.json`."""
@@ -82,6 +84,95 @@ def gpu_plans(data: dict[str, Any]) -> str:
         )
     lines += ["", *(f"- {k}: {v}" for k, v in errors.items() if "," in k), ""]
     return "\n".join(lines + _baseline_lines(data["rows"], data.get("baselines", [])))
+
+
+def gpu_one(data: dict[str, Any]) -> str:
+    """What the order of ops and stacked gradients do on one GPU."""
+    made = data["provenance"]
+    lines = [
+        "# Orders of a step on one GPU, and stacked gradients",
+        "",
+        f"Milliseconds per training step, or per part of one, each as one CUDA graph. "
+        f"{made['card']}, {made['cpu_cores']} cores, driver {made['driver']}, torch "
+        f"{made['torch']}, SGD, fp32 with TF32 products or bf16 autocast, seed {made['seed']}. "
+        f"Written by `{made['command']}`.",
+        "",
+        *(f"- {note}" for note in made["notes"]),
+        "",
+        "## The same ops in several orders",
+        "",
+        "*priced*: the sum of the ops' measured times in the order of critical paths on one GPU; "
+        "*in order*: with what the cache holds in the order that was run.",
+        "",
+        *_order_lines([row for row in data["orders"] if not _is_part(row)]),
+        "",
+        "## Each GPU's part of a plan for four, alone on one",
+        "",
+        "Tensors of other GPUs are there at once, pushes go into memory of the same GPU. Sums of "
+        "prices hold the constants for sending and receiving.",
+        "",
+        *_order_lines([row for row in data["orders"] if _is_part(row)]),
+        "",
+        "## Gradients of weights that are used many times, by one product",
+        "",
+        "*plain*, of [](gpu_plans.md): the same step without `stack_gradients`, one graph on one "
+        "GPU of another such machine. *torch.compile* of this page or that one.",
+        "",
+        "| step | plain | torch.compile | stacked, predicted | stacked | error | of plain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    plans = json.loads((RESULTS / "gpu_plans.json").read_text())
+    for row in data["stacked"]:
+        name = row["workload"].removesuffix(" stacked")
+        plain = next(
+            r["measured_ns"] / 1e6
+            for r in plans["rows"]
+            if (r["workload"], r["name"], r["number_format"]) == (name, "one graph", "tf32")
+        )
+        known = [r for r in (*data["compiled"], *plans["baselines"]) if r["workload"] == name]
+        compiled = next(
+            (r["step_ms"] for r in known if r.get("row", "compiled") == "compiled"), None
+        )
+        predicted, measured = row["predicted_ns"] / 1e6, row["measured_ns"] / 1e6
+        lines.append(
+            f"| {name} | {plain:.1f} | {'-' if compiled is None else f'{compiled:.1f}'} | "
+            f"{predicted:.1f} | {measured:.1f} | {predicted / measured - 1:+.1%} | "
+            f"{measured / plain:.2f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _is_part(row: dict[str, Any]) -> bool:
+    return bool(row["name"][-1].isdigit())
+
+
+def _order_lines(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| step | micro-batches | order | ops | priced | in order | measured | error, priced | "
+        "error, in order |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    errors: list[tuple[float, float]] = []
+    for row in rows:
+        links = row["sent"] * SEND_NS + row["received"] * RECEIVE_NS
+        priced, in_order = row["priced_ns"] + links, row["priced_in_order_ns"] + links
+        measured = row["measured_ns"]
+        both = priced / measured - 1, in_order / measured - 1
+        if measured >= SHORT_NS:
+            errors.append(both)
+        lines.append(
+            f"| {_step(row)} | {row['micro_batches']} | {row['name']} | {row['ops']} | "
+            f"{priced / 1e6:.2f} | {in_order / 1e6:.2f} | {measured / 1e6:.2f} | "
+            f"{both[0]:+.1%} | {both[1]:+.1%} |"
+        )
+    for k, name in enumerate(("priced", "in order")):
+        sizes = [abs(pair[k]) for pair in errors]
+        lines += [
+            "",
+            f"Error, {name}: median {median(sizes):.1%}, worst {max(sizes):.1%} over the rows of "
+            "1.2 ms or more; what a launch takes shows in shorter ones.",
+        ]
+    return lines
 
 
 def gpu_held_back(data: dict[str, Any]) -> str:

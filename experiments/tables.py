@@ -143,6 +143,7 @@ TABLES = {
     "gpu_plans": gpu_tables.gpu_plans,
     "gpu_plans_2": gpu_tables.gpu_plans,
     "gpu_prediction": gpu_tables.gpu_plans,
+    "gpu_one": gpu_tables.gpu_one,
     "gpu_held_back": gpu_tables.gpu_held_back,
     "gpu_memory": gpu_tables.gpu_memory,
     "gpu_rewards": gpu_tables.gpu_rewards,

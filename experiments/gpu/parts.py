@@ -279,6 +279,7 @@ class Bench:
             "number_format": self.options.number_format,
             "micro_batches": self.options.micro_batches,
             "batch": self.options.batch,
+            "layers": self.options.layers,
             "card": torch.cuda.get_device_name(0),
             "torch": str(torch.__version__),
             "rows": self.rows,
