@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost.analytic import Analytic
-from devplace.cost.cache import TimingCache, cache_folder
+from devplace.cost.cache import cache_folder
 from devplace.cost.order import likely_order
-from devplace.cost.reuse import CacheTimes, cold_inputs, large_inputs
-from devplace.cost.signature import OpCall, op_calls
+from devplace.cost.pricing import Priced, Pricing, Timer, extreme_calls, workspaces
+from devplace.cost.reuse import CacheTimes, cold_inputs
+from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
-from devplace.errors import CacheError
 from devplace.graph import OpGraph
 from devplace.machine import Device, Machine
 from devplace.machine.detect import cpu_model
 
 I64 = NDArray[np.int64]
-Timer = Callable[[OpCall], tuple[int, int]]
 WARM_UP_S = 0.1
 KERNEL_GAP_NS = 850
 """Kernel gap of Hopper GPUs, for machines that have none of their own yet: every op in a step takes
@@ -78,11 +75,11 @@ class Profiled:
         fast = [column for column, device in enumerate(machine.devices) if device.kind == "gpu"]
         order = likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist())
         cold = cold_inputs(graph, order)
-        calls, extremes = op_calls(graph, cold), _extremes(graph) if fast else {}
-        compute_ns, workspace = table.compute_ns.copy(), _workspaces(graph)
+        calls, extremes = op_calls(graph, cold), extreme_calls(graph) if fast else {}
+        compute_ns, workspace = table.compute_ns.copy(), workspaces(graph)
         warm_ns, cold_ns = compute_ns.copy(), compute_ns.copy()
         notes: list[str] = []
-        done: dict[str, _Priced] = {}
+        done: dict[str, Priced] = {}
         kernels = np.zeros(compute_ns.shape, np.bool_)
         for column, device in enumerate(machine.devices):
             timer = self._timer(device, machine, graph) if device.name not in self.skip else None
@@ -90,7 +87,7 @@ class Profiled:
                 continue
             place, measure = timer
             if place not in done:
-                pricing = _Column(self, place, measure, notes)
+                pricing = Pricing(self.seconds, self.cache, place, measure, notes)
                 some = extremes if device.kind == "gpu" else {}
                 done[place] = pricing.price(graph, calls, some, table.compute_ns[:, column])
             priced = done[place]
@@ -189,141 +186,3 @@ def _warm_up(torch: Any, name: str) -> None:
                 matrix @ matrix
             stream.synchronize()
     streams.give_back(stream)
-
-
-def _workspaces(graph: OpGraph) -> I64:
-    return np.array([op.workspace_bytes for op in graph.ops], np.int64)
-
-
-def _extremes(graph: OpGraph) -> dict[int, tuple[OpCall, OpCall]]:
-    """Op with large inputs -> its call with all of them in the cache, and with none."""
-    every = {op: large_inputs(graph, op) for op in range(len(graph.ops))}
-    large = {op: found for op, found in every.items() if found}
-    warm, cold = op_calls(graph, {}, large), op_calls(graph, large, large)
-    return {op: (call, cold[op]) for op, call in warm.items()}
-
-
-class _Priced(NamedTuple):
-    """Times and workspaces on one model of device, `[V]` each.
-
-    Attributes:
-        compute_ns: As usual.
-        warm_ns, cold_ns: With all, and with no large inputs in the cache.
-        workspace_bytes: Memory an op takes while it runs.
-    """
-
-    compute_ns: I64
-    warm_ns: I64
-    cold_ns: I64
-    workspace_bytes: I64
-
-
-@dataclass(frozen=True)
-class _Column:
-    """Pricing on one model of device."""
-
-    settings: Profiled
-    place: str
-    timer: Timer
-    notes: list[str]
-
-    def price(
-        self,
-        graph: OpGraph,
-        calls: Mapping[int, OpCall],
-        extremes: Mapping[int, tuple[OpCall, OpCall]],
-        base_ns: I64,
-    ) -> _Priced:
-        """Times and workspaces of all ops."""
-        known = self._known(calls, extremes, base_ns)
-        compute_ns, workspace = base_ns.copy(), _workspaces(graph)
-        missing = []
-        for index, call in calls.items():
-            if call.key in known:
-                compute_ns[index], workspace[index] = known[call.key]
-            else:
-                missing.append(index)
-        _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
-        warm_ns, cold_ns = compute_ns.copy(), compute_ns.copy()
-        for index, (warm, cold) in extremes.items():
-            if calls[index].key in known and warm.key in known and cold.key in known:
-                warm_ns[index] = min(compute_ns[index], known[warm.key][0])
-                cold_ns[index] = max(compute_ns[index], known[cold.key][0])
-        return _Priced(compute_ns, warm_ns, cold_ns, workspace)
-
-    def _known(
-        self,
-        calls: Mapping[int, OpCall],
-        extremes: Mapping[int, tuple[OpCall, OpCall]],
-        base_ns: I64,
-    ) -> dict[str, tuple[int, int]]:
-        cache = TimingCache(self.settings.cache)
-        until = time.monotonic() + self.settings.seconds
-        usual = _by_share(calls.items(), base_ns)
-        others = _by_share(((i, call) for i, pair in extremes.items() for call in pair), base_ns)
-        try:
-            known = cache.read(self.place, list({**usual, **others}))
-        except CacheError as error:
-            self.notes.append(str(error))
-            cache, known = TimingCache(None), {}
-        if cache.dropped:
-            self.notes.append(f"{cache.dropped} damaged rows of {cache.path} were measured again.")
-        fresh = self._measure([call for key, call in usual.items() if key not in known], until)
-        known = {**known, **fresh}
-        left = [call for key, call in others.items() if key not in known]
-        more = self._measure(left, until, is_extra=True)
-        try:
-            cache.write(self.place, {**fresh, **more})
-        except CacheError as error:
-            self.notes.append(str(error))
-        return {**known, **more}
-
-    def _measure(
-        self, calls: Sequence[OpCall], until: float, is_extra: bool = False
-    ) -> dict[str, tuple[int, int]]:
-        """Times of calls, most important first, until the time is up; what is missing of extra ones
-        is not told."""
-        found: dict[str, tuple[int, int]] = {}
-        failed: Counter[str] = Counter()
-        for number, call in enumerate(calls):
-            if time.monotonic() >= until:
-                if not is_extra:
-                    self.notes.append(
-                        f"{len(calls) - number} of {len(calls)} distinct ops were not measured "
-                        f"within {self.settings.seconds:g} s; they are estimated."
-                    )
-                break
-            try:
-                found[call.key] = self.timer(call)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                failed[f"{call.target}: {(str(error).splitlines() or [''])[0]}"] += 1
-        for what, count in failed.items() if not is_extra else ():
-            self.notes.append(
-                f"{count} distinct ops could not be measured and are estimated: {what}"
-            )
-        return found
-
-
-def _by_share(calls: Iterable[tuple[int, OpCall]], base_ns: I64) -> dict[str, OpCall]:
-    """Distinct calls by key, those first whose ops take the most time in all."""
-    share: Counter[str] = Counter()
-    by_key: dict[str, OpCall] = {}
-    for index, call in calls:
-        share[call.key] += int(base_ns[index])
-        by_key[call.key] = call
-    return {key: by_key[key] for key, _ in share.most_common()}
-
-
-def _scale(
-    graph: OpGraph, known: list[int], missing: list[int], base_ns: I64, compute_ns: I64
-) -> None:
-    """Scale estimates by measured / base of ops of the same target, else of all ops."""
-    if not known or not missing:
-        return
-    ratio = compute_ns[known] / np.maximum(base_ns[known], 1)
-    targets = np.array([graph.ops[i].target for i in known])
-    overall = float(np.median(ratio))
-    for index in missing:
-        same = ratio[targets == graph.ops[index].target]
-        factor = float(np.median(same)) if len(same) else overall
-        compute_ns[index] = max(1, round(int(base_ns[index]) * factor))

@@ -1,0 +1,169 @@
+"""Times of all ops on one model of device: known ones, measured ones, estimates for the rest."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from devplace.cost.cache import TimingCache
+from devplace.cost.reuse import large_inputs
+from devplace.cost.signature import OpCall, op_calls
+from devplace.errors import CacheError
+from devplace.graph import OpGraph
+
+I64 = NDArray[np.int64]
+Timer = Callable[[OpCall], tuple[int, int]]
+
+
+def workspaces(graph: OpGraph) -> I64:
+    return np.array([op.workspace_bytes for op in graph.ops], np.int64)
+
+
+def extreme_calls(graph: OpGraph) -> dict[int, tuple[OpCall, OpCall]]:
+    """Op with large inputs -> its call with all of them in the cache, and with none."""
+    every = {op: large_inputs(graph, op) for op in range(len(graph.ops))}
+    large = {op: found for op, found in every.items() if found}
+    warm, cold = op_calls(graph, {}, large), op_calls(graph, large, large)
+    return {op: (call, cold[op]) for op, call in warm.items()}
+
+
+class Priced(NamedTuple):
+    """Times and workspaces on one model of device, `[V]` each.
+
+    Attributes:
+        compute_ns: As usual.
+        warm_ns, cold_ns: With all, and with no large inputs in the cache.
+        workspace_bytes: Memory an op takes while it runs.
+    """
+
+    compute_ns: I64
+    warm_ns: I64
+    cold_ns: I64
+    workspace_bytes: I64
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Pricing on one model of device.
+
+    Attributes:
+        seconds: Time to measure, s.
+        cache: SQLite file of earlier times; None keeps nothing.
+        place: All that times depend on.
+        timer: Times a call.
+        notes: Takes what the user should know.
+    """
+
+    seconds: float
+    cache: Path | None
+    place: str
+    timer: Timer
+    notes: list[str]
+
+    def price(
+        self,
+        graph: OpGraph,
+        calls: Mapping[int, OpCall],
+        extremes: Mapping[int, tuple[OpCall, OpCall]],
+        base_ns: I64,
+    ) -> Priced:
+        """Times and workspaces of all ops."""
+        known = self._known(calls, extremes, base_ns)
+        compute_ns, workspace = base_ns.copy(), workspaces(graph)
+        missing = []
+        for index, call in calls.items():
+            if call.key in known:
+                compute_ns[index], workspace[index] = known[call.key]
+            else:
+                missing.append(index)
+        _scale(graph, [i for i in calls if calls[i].key in known], missing, base_ns, compute_ns)
+        warm_ns, cold_ns = compute_ns.copy(), compute_ns.copy()
+        for index, (warm, cold) in extremes.items():
+            if calls[index].key in known and warm.key in known and cold.key in known:
+                warm_ns[index] = min(compute_ns[index], known[warm.key][0])
+                cold_ns[index] = max(compute_ns[index], known[cold.key][0])
+        return Priced(compute_ns, warm_ns, cold_ns, workspace)
+
+    def _known(
+        self,
+        calls: Mapping[int, OpCall],
+        extremes: Mapping[int, tuple[OpCall, OpCall]],
+        base_ns: I64,
+    ) -> dict[str, tuple[int, int]]:
+        cache = TimingCache(self.cache)
+        until = time.monotonic() + self.seconds
+        usual = _by_share(calls.items(), base_ns)
+        others = _by_share(((i, call) for i, pair in extremes.items() for call in pair), base_ns)
+        try:
+            known = cache.read(self.place, list({**usual, **others}))
+        except CacheError as error:
+            self.notes.append(str(error))
+            cache, known = TimingCache(None), {}
+        if cache.dropped:
+            self.notes.append(f"{cache.dropped} damaged rows of {cache.path} were measured again.")
+        fresh = self._measure([call for key, call in usual.items() if key not in known], until)
+        known = {**known, **fresh}
+        left = [call for key, call in others.items() if key not in known]
+        more = self._measure(left, until, is_extra=True)
+        try:
+            cache.write(self.place, {**fresh, **more})
+        except CacheError as error:
+            self.notes.append(str(error))
+        return {**known, **more}
+
+    def _measure(
+        self, calls: Sequence[OpCall], until: float, is_extra: bool = False
+    ) -> dict[str, tuple[int, int]]:
+        """Times of calls, most important first, until the time is up; what is missing of extra ones
+        is not told."""
+        found: dict[str, tuple[int, int]] = {}
+        failed: Counter[str] = Counter()
+        for number, call in enumerate(calls):
+            if time.monotonic() >= until:
+                if not is_extra:
+                    self.notes.append(
+                        f"{len(calls) - number} of {len(calls)} distinct ops were not measured "
+                        f"within {self.seconds:g} s; they are estimated."
+                    )
+                break
+            try:
+                found[call.key] = self.timer(call)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                failed[f"{call.target}: {(str(error).splitlines() or [''])[0]}"] += 1
+        for what, count in failed.items() if not is_extra else ():
+            self.notes.append(
+                f"{count} distinct ops could not be measured and are estimated: {what}"
+            )
+        return found
+
+
+def _by_share(calls: Iterable[tuple[int, OpCall]], base_ns: I64) -> dict[str, OpCall]:
+    """Distinct calls by key, those first whose ops take the most time in all."""
+    share: Counter[str] = Counter()
+    by_key: dict[str, OpCall] = {}
+    for index, call in calls:
+        share[call.key] += int(base_ns[index])
+        by_key[call.key] = call
+    return {key: by_key[key] for key, _ in share.most_common()}
+
+
+def _scale(
+    graph: OpGraph, known: list[int], missing: list[int], base_ns: I64, compute_ns: I64
+) -> None:
+    """Scale estimates by measured / base of ops of the same target, else of all ops."""
+    if not known or not missing:
+        return
+    ratio = compute_ns[known] / np.maximum(base_ns[known], 1)
+    targets = np.array([graph.ops[i].target for i in known])
+    overall = float(np.median(ratio))
+    for index in missing:
+        same = ratio[targets == graph.ops[index].target]
+        factor = float(np.median(same)) if len(same) else overall
+        compute_ns[index] = max(1, round(int(base_ns[index]) * factor))
