@@ -77,6 +77,36 @@ def test_compare_json_has_the_fixed_form(folder: Path) -> None:
     assert step["search"] == min(step.values())
 
 
+UNROLLED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def run(model, x):
+    h = x.new_zeros(2, 16)
+    for step in x.unbind(1):
+        h = model(step, h)
+    return h.square().mean()
+
+def build():
+    return nn.GRUCell(16, 16), (torch.randn(2, 12, 16),), run
+"""
+
+
+def test_a_plan_with_stacked_gradients_is_found_again(folder: Path) -> None:
+    """The step has fewer ops, and the plan file says how to capture it for `run`."""
+    (folder / "unrolled.py").write_text(UNROLLED)
+    given = ("plan", "unrolled.py:build", "--machine", "cpux2", "--budget", "30ev", "-o")
+    counts = []
+    for name, flags in (("plain.json", ()), ("stacked.json", ("--stack-gradients",))):
+        done = devplace(*given, name, *flags, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        counts.append(len(json.loads((folder / name).read_text())["ops"]))
+        done = devplace("run", name, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    assert counts[1] < counts[0]
+
+
 def test_the_same_seed_and_evaluations_give_the_same_plan(folder: Path) -> None:
     """Two runs write the same file but for nothing."""
     for name in ("a.json", "b.json"):

@@ -61,6 +61,11 @@ def _problem_options(command: F) -> F:
         click.option(
             "--micro-batches", default=1, show_default=True, type=int, help="Chunks of the batch."
         ),
+        click.option(
+            "--stack-gradients",
+            is_flag=True,
+            help="One product for the gradient of a weight used many times.",
+        ),
         click.option("--optimizer", default="sgd", show_default=True, metavar="sgd|adam|adamw"),
         click.option(
             "--objective",
@@ -110,7 +115,16 @@ def _outputs(values: dict[str, Any]) -> Outputs:
 def _request(values: dict[str, Any]) -> Request:
     from devplace.cli.session import Request
 
-    names = ("model", "machine", "size", "batch", "micro_batches", "optimizer", "objective")
+    names = (
+        "model",
+        "machine",
+        "size",
+        "batch",
+        "micro_batches",
+        "stack_gradients",
+        "optimizer",
+        "objective",
+    )
     demands = {name: values[name] for name in ("limit", "pin", "exclude")}
     return Request.from_options({name: values[name] for name in names}, demands)
 

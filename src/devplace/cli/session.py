@@ -29,7 +29,17 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
-_KEYS = ("model", "machine", "size", "batch", "micro_batches", "optimizer", "device", "objective")
+_KEYS = (
+    "model",
+    "machine",
+    "size",
+    "batch",
+    "micro_batches",
+    "stack_gradients",
+    "optimizer",
+    "device",
+    "objective",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Request:
         size: `small` or `full`.
         batch: Samples per step, or None.
         micro_batches: Chunks of the batch.
+        stack_gradients: Of `capture`.
         optimizer: One of `OPTIMIZERS`.
         limits, pins, exclude: See `Problem`.
         device: torch device type to capture for; empty: `cuda` if the machine's GPUs are here.
@@ -53,6 +64,7 @@ class Request:
     size: str = "full"
     batch: int | None = None
     micro_batches: int = 1
+    stack_gradients: bool = False
     optimizer: str = "sgd"
     limits: dict[str, int | str] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
@@ -124,6 +136,7 @@ class _Made(msgspec.Struct):
     exclude: tuple[str, ...]
     device: str = "cpu"
     objective: str = "latency"
+    stack_gradients: bool = False
     folder: str | None = None
 
 
@@ -197,6 +210,8 @@ def _open_imported(request: Request, machine: Machine, with_values: bool) -> Ses
 
     if with_values:
         refuse_running(request.model)
+    if request.stack_gradients:
+        raise InputError(f"{request.model} is an inference. Leave --stack-gradients out.")
     request = replace(request, device="cpu")
     with working("reading the graph"):
         graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
@@ -286,6 +301,7 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
             workload.loss_fn,
             optimizer,
             request.micro_batches,
+            stack_gradients=request.stack_gradients,
             name=request.model,
             device=request.device,
             progress=lambda stage, count: note(f"{stage}: {count} nodes"),
