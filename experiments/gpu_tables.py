@@ -11,6 +11,7 @@ from common import RESULTS
 SHORT_NS = 1_200_000
 SEND_NS, RECEIVE_NS = 1_300, 1_200  # of src/devplace/auto/costs.py
 
+
 def gpu_first(data: dict[str, Any]) -> str:
     """Measured steps on GPUs beside the predicted ones; further runs are in `gpu_first_*.json`."""
     lines = ["# First steps on GPUs", ""]

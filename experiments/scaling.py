@@ -21,10 +21,11 @@ from common import RESULTS, provenance, write
 from plot import Line, log_plot
 
 from devplace import placers
+from devplace.placers.annealing import Schedule
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.local_search.classes import Best
-from devplace.placers.local_search.explore import Explorer, Schedule
+from devplace.placers.local_search.explore import Explorer
 from devplace.placers.local_search.search import Search
 from devplace.testing.layered import layered_problem
 

@@ -41,7 +41,7 @@ struct Space {
   bool tracks_memory = false;
 };
 
-// Parts of all moves; see placers/local_search/explore.py.
+// Parts of all moves; see placers/annealing.py.
 struct Moves {
   double swap_share = 0, run_share = 0, pair_share = 0, beside_share = 0, fresh_share = 0;
 };

@@ -14,11 +14,12 @@ from tests.strategies import problems, random_placement, random_problem
 
 from devplace import placers
 from devplace.placers import chains
+from devplace.placers.annealing import Moves, Schedule
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import mean_duration_ns
 from devplace.placers.local_search.classes import Best, make_classes
-from devplace.placers.local_search.explore import Explorer, Moves, Schedule
+from devplace.placers.local_search.explore import Explorer
 from devplace.problem import Placement, Problem
 from devplace.simulator.kernel import NativeKernel, native_module
 from devplace.testing import hand_machine, hand_problem, tiny_problems

@@ -10,17 +10,14 @@ import math
 import time
 from bisect import bisect_right
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.placers.annealing import Schedule, Space
 from devplace.problem import Core
 from devplace.simulator.critical import critical_tasks
 from devplace.simulator.reference import critical_path_priority, simulate_core
-
-if TYPE_CHECKING:
-    from devplace.placers.local_search.explore import Schedule, Space
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

@@ -190,8 +190,8 @@ class NativeKernel:
         Ctrl-C ends the chains where they are.
 
         Args:
-            space: See `placers.local_search.explore.Space`.
-            settings: See `placers.local_search.explore.Schedule`.
+            space: See `placers.annealing.Space`.
+            settings: See `placers.annealing.Schedule`.
             starts: Device of each group. int32 `[K, G]`
             priorities: Of the tasks of each start, or None for critical-path ones. int64 `[K, N]`
             seeds: Of each chain. int64 `[K]`

@@ -14,8 +14,8 @@ from devplace.cost import CostTable
 from devplace.errors import InfeasibleError, ProblemError
 from devplace.graph import Op, OpGraph, StepResult, Tensor
 from devplace.placers import Budget, Evaluator, Heft, Search, Single, place
+from devplace.placers.annealing import Moves
 from devplace.placers.local_search import search
-from devplace.placers.local_search.explore import Moves
 from devplace.placers.local_search.search import _can_list
 from devplace.problem import Placement, Problem
 from devplace.simulator.bounds import LowerBound, lower_bound

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth, side_owner
+from devplace.placers.annealing import MOVES, Moves, Schedule
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import (
@@ -22,7 +23,7 @@ from devplace.placers.groups import (
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
 from devplace.placers.local_search.classes import Best, Classes, Incumbent, make_classes
-from devplace.placers.local_search.explore import MOVES, UNLIMITED, Explorer, Moves, Schedule
+from devplace.placers.local_search.explore import UNLIMITED, Explorer
 from devplace.placers.local_search.refine import improve_order, refine_placement
 from devplace.placers.modules import module_chain
 from devplace.placers.orders import has_micro_batches, in_trace_order
