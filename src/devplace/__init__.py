@@ -70,7 +70,8 @@ if TYPE_CHECKING:
     from devplace.graph.capture import capture
     from devplace.machine import Device, Link, Machine, load_machine
     from devplace.placers.budget import Budget
-    from devplace.placers.place import Result, place
+    from devplace.placers.place import place
+    from devplace.placers.result import Result
     from devplace.plan import Plan, load_plan
     from devplace.problem import Placement, Problem
     from devplace.run.check import check

@@ -24,7 +24,7 @@ from devplace.cli.session import (
 )
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
-from devplace.placers.place import infeasible
+from devplace.placers.infeasible import infeasible
 from devplace.report import Skipped
 from devplace.simulator.bounds import LowerBound, lower_bound
 

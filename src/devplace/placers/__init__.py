@@ -21,8 +21,9 @@ from devplace.placers.partitioners.contiguous import Contiguous
 from devplace.placers.partitioners.mincut import MinCut, MinCutRepaired
 from devplace.placers.partitioners.pipedream import PipeDream
 from devplace.placers.partitioners.scotch import Scotch, ScotchRepaired
-from devplace.placers.place import OBJECTIVES, Result, place
+from devplace.placers.place import OBJECTIVES, place
 from devplace.placers.placer import Placer
+from devplace.placers.result import Result
 from devplace.placers.simple.data_parallel import DataParallel
 from devplace.placers.simple.even import Even, Topo
 from devplace.placers.simple.expert import Expert

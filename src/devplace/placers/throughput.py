@@ -22,11 +22,12 @@ from devplace.machine.detect import num_cores
 from devplace.placers import rounds
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
+from devplace.placers.infeasible import infeasible
 from devplace.placers.local_search.search import Search
 from devplace.placers.partitioners.mincut import MinCut
 from devplace.placers.partitioners.pipedream import PipeDream
-from devplace.placers.place import Result, infeasible, made_for
 from devplace.placers.placer import Placer
+from devplace.placers.result import Result, made_for
 from devplace.placers.simple.even import Even
 from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
