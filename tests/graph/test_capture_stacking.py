@@ -158,6 +158,32 @@ def test_products_of_other_weights_stay() -> None:
     )
 
 
+class Generated(nn.Module):
+    """Weights made by a product of their own, each used many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.ParameterList(torch.randn(2, 8) for _ in range(2))
+        self.base = nn.Parameter(torch.randn(8, 16) / 4)
+        self.back = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for code in self.codes:
+            weight = code @ self.base
+            for _ in range(4):
+                x = torch.tanh(self.back(torch.tanh(x @ weight)))
+        return x
+
+
+def test_a_stacked_gradient_may_be_stacked_in_turn() -> None:
+    """Sums of products are rows of the gradient of what made the weights."""
+    torch.manual_seed(0)
+    model, batch = Generated().double(), (torch.randn(1, 2).double(),)
+    plain, stacked = both(model, batch, square)
+    assert plain["mm"] - stacked["mm"] == 2 * 3 + 1 + 7  # of each weight, of base, of back
+    assert_same_training(model, [batch, batch], square, sgd, stack_gradients=True)
+
+
 def test_bfloat16_stacks_too() -> None:
     """Under autocast products are made in bfloat16 and added up in float32."""
     model = unrolled().float()

@@ -116,6 +116,7 @@ def _stack(
         for other in others:
             value = total.meta["val"] + other.meta["val"]
             total = _call(graph, root.target, (total, other), root.meta["tag"], value)
+    place[total] = place[root]  # where others that read it find it
     root.replace_all_uses_with(total)
     return True
 
