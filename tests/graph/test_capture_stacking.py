@@ -101,6 +101,18 @@ def test_micro_batches_are_not_mixed() -> None:
     assert twice["mm"] == 2 * once["mm"]
 
 
+def test_a_micro_batch_is_done_before_the_next() -> None:
+    """In the order of the trace, its stacked rows are not kept while the next one is computed."""
+    model, batch = unrolled(), batches()[0]
+    graph = capture(model, batch, token_loss, sgd(model), micro_batches=2, stack_gradients=True)
+    second = min(k for k, op in enumerate(graph.ops) if op.micro_batch == 1)
+    users = {t: k for k, op in enumerate(graph.ops) for t in op.inputs}
+    made = [op for op in graph.ops[:second] if op.stage == "backward" and "cat" in op.target]
+    stacks = [op for op in made if len(op.inputs) == STEPS]
+    assert len(stacks) == 7
+    assert all(users[stack.outputs[0]] < second for stack in stacks)
+
+
 def test_nothing_changes_by_itself() -> None:
     """Without the option the graph is that of autograd, and tells what the option would spare."""
     model, batch = unrolled(), batches()[0]
