@@ -21,7 +21,7 @@ def in_trace_order(problem: Problem, placement: Placement) -> Placement:
 
 
 def has_micro_batches(problem: Problem) -> bool:
-    """Whether the step takes its batch in parts, so that these two orders differ by much."""
+    """Whether the step takes its batch in parts; critical paths and the trace then differ much."""
     return int(problem.graph.meta.get("micro_batches", 1)) > 1
 
 
