@@ -46,6 +46,15 @@ class InPlaceOnViews(Net):
         return torch.cat([left, h[:, 4:]], 1).add_(1.0).relu_()
 
 
+class InPlaceKeepsDtype(Net):
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        low = h.float()
+        low.add_(h / 3)  # float32, where low + h / 3 is float64
+        mask = h.detach().clone()
+        mask.gt_(0)  # float64, where mask > 0 is bool
+        return low.double() + mask @ h.t() @ h
+
+
 class NormTwice(Net):
     def setup(self) -> None:
         self.norm = nn.BatchNorm1d(8)
@@ -207,6 +216,7 @@ ALL = [
     BackwardHook,
     SharedList,
     InPlaceOnViews,
+    InPlaceKeepsDtype,
     NormTwice,
     NormInEval,
     BufferUpdates,

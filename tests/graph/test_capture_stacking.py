@@ -101,6 +101,18 @@ def test_micro_batches_are_not_mixed() -> None:
     assert twice["mm"] == 2 * once["mm"]
 
 
+def test_a_micro_batch_is_done_before_the_next() -> None:
+    """In the order of the trace, its stacked rows are not kept while the next one is computed."""
+    model, batch = unrolled(), batches()[0]
+    graph = capture(model, batch, token_loss, sgd(model), micro_batches=2, stack_gradients=True)
+    second = min(k for k, op in enumerate(graph.ops) if op.micro_batch == 1)
+    users = {t: k for k, op in enumerate(graph.ops) for t in op.inputs}
+    made = [op for op in graph.ops[:second] if op.stage == "backward" and "cat" in op.target]
+    stacks = [op for op in made if len(op.inputs) == STEPS]
+    assert len(stacks) == 7
+    assert all(users[stack.outputs[0]] < second for stack in stacks)
+
+
 def test_nothing_changes_by_itself() -> None:
     """Without the option the graph is that of autograd, and tells what the option would spare."""
     model, batch = unrolled(), batches()[0]
@@ -156,6 +168,32 @@ def test_products_of_other_weights_stay() -> None:
         sgd,
         stack_gradients=True,
     )
+
+
+class Generated(nn.Module):
+    """Weights made by a product of their own, each used many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.ParameterList(torch.randn(2, 8) for _ in range(2))
+        self.base = nn.Parameter(torch.randn(8, 16) / 4)
+        self.back = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for code in self.codes:
+            weight = code @ self.base
+            for _ in range(4):
+                x = torch.tanh(self.back(torch.tanh(x @ weight)))
+        return x
+
+
+def test_a_stacked_gradient_may_be_stacked_in_turn() -> None:
+    """Sums of products are rows of the gradient of what made the weights."""
+    torch.manual_seed(0)
+    model, batch = Generated().double(), (torch.randn(1, 2).double(),)
+    plain, stacked = both(model, batch, square)
+    assert plain["mm"] - stacked["mm"] == 2 * 3 + 1 + 7  # of each weight, of base, of back
+    assert_same_training(model, [batch, batch], square, sgd, stack_gradients=True)
 
 
 def test_bfloat16_stacks_too() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.placers.evaluate import Evaluator, Score
 from devplace.problem import Placement, Problem
 
 
@@ -20,5 +21,20 @@ def in_trace_order(problem: Problem, placement: Placement) -> Placement:
 
 
 def has_micro_batches(problem: Problem) -> bool:
-    """Whether the step takes its batch in parts, so that these two orders differ by much."""
+    """Whether the step takes its batch in parts; critical paths and the trace then differ much."""
     return int(problem.graph.meta.get("micro_batches", 1)) > 1
+
+
+def best_score(evaluate: Evaluator, placement: Placement) -> Score:
+    """The score of a placement; of one without priorities that of the better order.
+
+    That is the one which `place` gives it in the end. A second evaluation is used where critical
+    paths do not fit, or there are micro-batches.
+    """
+    score = evaluate(placement)
+    if placement.priority is not None or placement.order is not None:
+        return score
+    if score.is_feasible and not has_micro_batches(evaluate.problem):
+        return score
+    traced = evaluate(in_trace_order(evaluate.problem, placement))
+    return min(score, traced, key=lambda one: one.key)

@@ -27,6 +27,9 @@ _SPLITS = {
     aten.unbind.int,
 }
 
+# Functional ops whose result has the dtype of the first argument.
+_LIKE_WRITTEN = {aten.bernoulli.p, aten.zeros_like.default, aten.full_like.default}
+
 
 def make_functional(
     gm: torch.fx.GraphModule, flat: list[torch.Tensor], tagger: Tagger
@@ -158,10 +161,29 @@ def _apply(
         with gm.graph.inserting_before(node):
             made = gm.graph.call_function(target, args, _supported_kwargs(node, target))
         made.meta.update(node.meta)
+        made = _as_written(gm, made, node)
         newest[root[node]] = made
         root[made] = root[node]
         node.replace_all_uses_with(made)
         gm.graph.erase_node(node)
+
+
+def _as_written(gm: torch.fx.GraphModule, made: Node, node: Node) -> Node:
+    """What the functional op made in the dtype of what the in-place op `node` wrote to.
+
+    `x.add_(y)` keeps the dtype of `x`; `x + y` has that of both, and `x > y` is bool.
+    """
+    if made.target in _LIKE_WRITTEN:
+        return made
+    args, kwargs = torch.fx.node.map_arg((made.args, made.kwargs), lambda n: n.meta["val"])
+    value, dtype = made.target(*args, **kwargs), node.meta["val"].dtype
+    if value.dtype == dtype:
+        return made
+    made.meta["val"] = value
+    with gm.graph.inserting_before(node):
+        cast = gm.graph.call_function(aten._to_copy.default, (made,), {"dtype": dtype})
+    cast.meta.update(node.meta)
+    return cast
 
 
 def _supported_kwargs(node: Node, target: Any) -> dict[str, Any]:

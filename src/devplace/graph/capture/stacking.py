@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -50,13 +51,10 @@ def stack_gradients(graph: torch.fx.Graph) -> None:
     Terms are stacked if copying their rows moves less than adding up their results. Sums over rows
     are stacked where the rows are stacked anyway. What is no longer used stays in the graph.
     """
-    place = {node: index for index, node in enumerate(graph.nodes)}
     stacks: dict[tuple[Node, ...], Node] = {}
-    others = [
-        root for root in _sums(graph) if not _stack(graph, root, place, stacks, products=True)
-    ]
+    others = [root for root in _sums(graph) if not _stack(graph, root, stacks, products=True)]
     for root in others:
-        _stack(graph, root, place, stacks, products=False)
+        _stack(graph, root, stacks, products=False)
 
 
 def num_spared_products(graph: torch.fx.Graph) -> int:
@@ -93,28 +91,28 @@ def _leaves(root: Node) -> Iterator[Node]:
 
 
 def _stack(
-    graph: torch.fx.Graph,
-    root: Node,
-    place: dict[Node, int],
-    stacks: dict[tuple[Node, ...], Node],
-    products: bool,
+    graph: torch.fx.Graph, root: Node, stacks: dict[tuple[Node, ...], Node], products: bool
 ) -> bool:
-    """Stack what can be of the terms of a sum; tells whether any were."""
+    """Stack what can be of the terms of a sum; tells whether any were.
+
+    Each call is made, and added, as soon as what it reads is there, so that a micro-batch's rows
+    are not kept until the last one has gone back.
+    """
     groups, rest = _terms(root, products)
     made: list[Node] = []
-    with graph.inserting_before(root):
-        for terms in groups:
-            terms.sort(key=lambda term: place[term.rows])
-            rows = tuple(term.rows for term in terms)
-            if len(terms) > 1 and (_pays(terms) if products else rows in stacks):
-                made.append(_one_call(graph, terms, place, stacks))
-            else:
-                rest += [_wrapped(term) for term in terms]
-        if not made:
-            return False
-        total, *others = made + rest
-        for other in others:
-            value = total.meta["val"] + other.meta["val"]
+    for terms in groups:
+        terms.sort(key=lambda term: term.rows)  # in the order of the graph
+        rows = tuple(term.rows for term in terms)
+        if len(terms) > 1 and (_pays(terms) if products else rows in stacks):
+            made.append(_one_call(graph, terms, stacks))
+        else:
+            rest += [_wrapped(term) for term in terms]
+    if not made:
+        return False
+    total, *others = sorted(made + rest)
+    for other in others:
+        value = total.meta["val"] + other.meta["val"]
+        with _after(graph, total, other):
             total = _call(graph, root.target, (total, other), root.meta["tag"], value)
     root.replace_all_uses_with(total)
     return True
@@ -186,7 +184,6 @@ def _pays(terms: Sequence[_Term]) -> bool:
 def _one_call(
     graph: torch.fx.Graph,
     terms: Sequence[_Term],
-    place: dict[Node, int],
     stacks: dict[tuple[Node, ...], Node],
 ) -> Node:
     """All terms by one product or sum, wrapped as they were."""
@@ -198,28 +195,36 @@ def _one_call(
         key = tuple(parts)
         if key not in stacks:
             value = torch.cat([part.meta["val"] for part in parts])
-            last = max(parts, key=place.__getitem__)
-            if last.op == "placeholder":  # placeholders come before all else
-                last = max(_placeholders(graph), key=place.__getitem__)
-            with graph.inserting_after(last):
+            with _after(graph, *parts):
                 stacks[key] = _call(graph, aten.cat.default, (parts,), tag, value)
         return stacks[key]
 
     rows = stacked([term.rows for term in terms])
-    args: tuple[Any, ...] = (rows, *call.args[1:])
+    reads = [rows]
     if terms[0].other is not None:
-        turned = _call(graph, aten.t.default, (rows,), tag, rows.meta["val"].t())
-        args = (turned, stacked([term.other for term in terms if term.other is not None]))
-    node = _call(graph, call.target, args, tag, call.target(*map(_value, args)))
-    for wrapper in wrappers:
-        args, kwargs = (node, *wrapper.args), dict(wrapper.kwargs)
-        value = wrapper.target(*map(_value, args), **kwargs)
-        node = _call(graph, wrapper.target, args, tag, value, kwargs)
+        reads.append(stacked([term.other for term in terms if term.other is not None]))
+    with _after(graph, *reads):
+        args: tuple[Any, ...] = (rows, *call.args[1:])
+        if terms[0].other is not None:
+            turned = _call(graph, aten.t.default, (rows,), tag, rows.meta["val"].t())
+            args = (turned, reads[1])
+        kwargs = dict(call.kwargs)
+        value = call.target(*map(_value, args), **kwargs)
+        node = _call(graph, call.target, args, tag, value, kwargs)
+        for wrapper in wrappers:
+            args, kwargs = (node, *wrapper.args), dict(wrapper.kwargs)
+            value = wrapper.target(*map(_value, args), **kwargs)
+            node = _call(graph, wrapper.target, args, tag, value, kwargs)
     return node
 
 
-def _placeholders(graph: torch.fx.Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
+def _after(graph: torch.fx.Graph, *nodes: Node) -> AbstractContextManager[Any]:
+    """Within, calls are made in turn right after the last of these nodes."""
+    last = max(nodes)
+    if last.op == "placeholder":  # placeholders come before all else
+        last = max(node for node in graph.nodes if node.op == "placeholder")
+    point: AbstractContextManager[Any] = graph.inserting_before(last.next)
+    return point
 
 
 def _value(arg: Any) -> Any:

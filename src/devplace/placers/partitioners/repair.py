@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import I32, I64, accelerators, legal, mean_duration_ns, op_devices
 from devplace.placers.modules import module_chain
+from devplace.placers.orders import best_score
 from devplace.placers.partitioners.group_graph import GroupGraph, group_graph
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
@@ -22,18 +23,18 @@ PATIENCE = 6
 def repaired(problem: Problem, placement: Placement, evaluate: Evaluator) -> Placement:
     """The placement with pieces moved until every memory limit holds, or as near as was found.
 
-    Each round simulates once, and moves pieces away from every device (and pool) over its limit,
+    Each round simulates and moves pieces away from every device (and pool) over its limit,
     to where they fit (accelerators first): those that add the least traffic per byte set free.
     Bytes are those in use when the device peaks. Pieces are what a module has on the device, what a
     call of a module has there, or single colocation groups; all three are tried from the start and
     the fastest result that fits is kept. Kept activations move with the ops that read them, as
     these are of the same module call.
 
-    Uses one evaluation a round, at most 30 rounds for each kind of piece.
+    Uses one or two evaluations a round, at most 30 rounds for each kind of piece.
     """
     if evaluate.exhausted:
         return placement
-    best, key = placement, evaluate(placement).key
+    best, key = placement, best_score(evaluate, placement).key
     if key[0] == 0:
         return best
     start = (placement, key)
@@ -65,7 +66,7 @@ def _rounds(
         if moved is None:
             break
         current = Placement(op_devices(problem, legal(problem, moved)))
-        score = evaluate(current)
+        score = best_score(evaluate, current)
         stale += 1
         if score.key < key:
             best, key, stale = current, score.key, 0

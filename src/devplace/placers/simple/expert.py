@@ -12,6 +12,7 @@ import numpy as np
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import I32, accelerators, by_vote, mean_duration_ns, op_devices
 from devplace.placers.modules import ModuleChain, module_chain
+from devplace.placers.orders import best_score
 from devplace.problem import Placement, Problem
 
 Kind = Literal["whole", "layers", "blocks", "experts"]
@@ -125,7 +126,7 @@ def _whole(
     problem: Problem, chain: ModuleChain, devices: list[int], evaluate: Evaluator
 ) -> Placement:
     whole = chain.place(problem, np.full(len(chain.names), devices[0], np.int32))
-    if len(devices) == 1 or evaluate(whole).is_feasible:
+    if len(devices) == 1 or best_score(evaluate, whole).is_feasible:
         return whole
     part = np.arange(len(chain.names)) * len(devices) // len(chain.names)
     return chain.place(problem, np.array(devices, np.int32)[part])

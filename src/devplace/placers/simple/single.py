@@ -9,6 +9,7 @@ import numpy as np
 from devplace.errors import ProblemError
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import legal, op_devices
+from devplace.placers.orders import best_score
 from devplace.problem import Placement, Problem
 
 
@@ -33,7 +34,7 @@ class Single:
     ) -> Placement:
         """Try each usable device."""
         placements = [all_on(problem, device) for device in problem.usable_devices]
-        return min(placements, key=lambda placement: evaluate(placement).key)
+        return min(placements, key=lambda placement: best_score(evaluate, placement).key)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Cpu:
         devices = _cpus(problem)
         if not devices:
             raise ProblemError("Placer cpu needs a CPU device. Choose another placer or machine.")
-        return min((all_on(problem, d) for d in devices), key=lambda p: evaluate(p).key)
+        placements = [all_on(problem, device) for device in devices]
+        return min(placements, key=lambda placement: best_score(evaluate, placement).key)
 
 
 def _cpus(problem: Problem) -> list[int]:
