@@ -46,7 +46,7 @@ class CostTable:
     caching: CacheTimes | None = None
 
     def in_order(self, graph: OpGraph, order: Sequence[Sequence[int]]) -> CostTable:
-        """The costs of devices that run their ops in this order; these, if it makes no difference.
+        """The costs of devices that run their ops in this order; these, if `caching` is not known.
 
         Args:
             graph: The step these are costs of.

@@ -23,8 +23,8 @@ from devplace.simulator.in_order import simulate_in_order
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 Measure = Callable[[Placement], int | None]
-"""Runs a placement: its step time, ns, or None. May have `many`, for a list of placements."""
-"""Runs a placement: its step time in ns, or None if it failed."""
+"""Runs a placement: its step time in ns, or None if it failed. May have `many`, for a list of
+placements."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,9 @@ def search(
     )
     start: Placement | None = getattr(placer, "start", None)
     known = [] if start is None else [start]
-    return _fitting(problem, best, [*known, *(other for found in rounds for other in found.others)])
+    known += [other for found in rounds for other in found.others]
+    best = _fitting(problem, best, known)
+    return best if measure is not None else _with_end(best)
 
 
 def with_priority(problem: Problem, placement: Placement) -> Placement:
@@ -193,11 +195,12 @@ def _fitting(problem: Problem, best: Found, known: list[Placement]) -> Found:
         if timeline.is_feasible:  # replays the heaps, so only of what would be taken
             best = replace(best, placement=placement, timeline=timeline)
             break
-    return _with_end(best)
+    return best
 
 
 def _with_end(found: Found) -> Found:
-    """With a history that ends with what was found, which lowered limits may have left out."""
+    """With a history of simulated steps that ends with what was found, which lowered limits or the
+    better order may have left out."""
     step = found.timeline.makespan_ns
     if not found.timeline.is_feasible or (found.history and found.history[-1][2] == step):
         return found
