@@ -47,7 +47,7 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def capture_workload(name: str, optimizer: str = "sgd") -> Any:
+def capture_workload(name: str, optimizer: str = "sgd", **options: Any) -> Any:
     """Full-size graph of a workload's training step, captured on the meta device."""
     import torch
 
@@ -57,7 +57,7 @@ def capture_workload(name: str, optimizer: str = "sgd") -> Any:
     workload = workloads.build(name, size="full", device="meta")
     optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
     update = optimizers[optimizer](workload.model.parameters(), lr=0.01)
-    return capture(workload.model, workload.inputs, workload.loss_fn, update, name=name)
+    return capture(workload.model, workload.inputs, workload.loss_fn, update, name=name, **options)
 
 
 def write(name: str, data: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""Tables of what the search's ingredients give, and of how it grows with the problem."""
+"""Tables of searches: their ingredients, larger problems, stacked gradients."""
 
 from __future__ import annotations
 
 import math
+from statistics import median
 from typing import Any
 
 from scaling import time_to_reach
@@ -36,6 +37,43 @@ def ablation(data: dict[str, Any], made: str) -> str:
             steps = [math.exp(mean[variant, w, m]) / 1e6 for w, m in places]
             cells = [*(f"{step:.4g} ms" for step in steps), ""]
         lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def stacked(data: dict[str, Any], made: str) -> str:
+    """Steps with and without stacked gradients, medians over seeds."""
+    steps: dict[tuple[str, bool, int], list[int]] = {}
+    peaks: dict[tuple[str, bool, int], list[int]] = {}
+    ops: dict[tuple[str, bool], int] = {}
+    for row in data["rows"]:
+        key = row["workload"], row["stacked"], row["gpus"]
+        steps.setdefault(key, []).append(row["step_ns"])
+        peaks.setdefault(key, []).append(row["peak_bytes"])
+        ops[key[:2]] = row["ops"]
+    counts = sorted({key[2] for key in steps})
+    lines = [
+        "# What stacked gradients give on several GPUs",
+        "",
+        f"Predicted milliseconds per training step on {data['machine']} and its first GPUs, and the "
+        f"largest peak in GB: medians over seeds of searches with {data['budget']} each; on one GPU "
+        "everything is on it. Analytic costs of graphs captured without a GPU, which hold each LSTM "
+        "cell as several ops, so steps are longer than measured ones ([](gpu_one.md)).",
+        "",
+        made,
+        "",
+        "| step | gradients | ops | "
+        + " | ".join(f"{c} GPU{'s' * (c > 1)}" for c in counts)
+        + " |",
+        "|---" * (len(counts) + 3) + "|",
+    ]
+    for name, is_stacked in ops:
+        cells = []
+        for count in counts:
+            step = median(steps[name, is_stacked, count]) / 1e6
+            peak = median(peaks[name, is_stacked, count]) / 1e9
+            cells.append(f"{step:.1f} ({peak:.2f} GB)")
+        kind = "stacked" if is_stacked else "plain"
+        lines.append(f"| {name} | {kind} | {ops[name, is_stacked]} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
 

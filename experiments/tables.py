@@ -108,6 +108,11 @@ def ablation(data: dict[str, Any]) -> str:
     return search_tables.ablation(data, provenance_line(data["provenance"]))
 
 
+def stacked(data: dict[str, Any]) -> str:
+    """See `search_tables`."""
+    return search_tables.stacked(data, provenance_line(data["provenance"]))
+
+
 def scaling(data: dict[str, Any]) -> str:
     """See `search_tables`."""
     return search_tables.scaling(data, provenance_line(data["provenance"]))
@@ -136,6 +141,7 @@ TABLES = {
     "equal_budget": equal_budget,
     "generalisation": generalisation,
     "scaling": scaling,
+    "stacked": stacked,
     "compare_placers": compare_placers,
     "compare_60s": compare_placers,
     "plan_nmt8": plan_nmt8,
