@@ -54,10 +54,11 @@ def stacked(data: dict[str, Any], made: str) -> str:
     lines = [
         "# What stacked gradients give on several GPUs",
         "",
-        f"Predicted milliseconds per training step on {data['machine']} and its first GPUs, and the "
-        f"largest peak in GB: medians over seeds of searches with {data['budget']} each; on one GPU "
-        "everything is on it. Analytic costs of graphs captured without a GPU, which hold each LSTM "
-        "cell as several ops, so steps are longer than measured ones ([](gpu_one.md)).",
+        f"Predicted milliseconds per training step on {data['machine']} and its first GPUs, and "
+        f"the largest peak in GB: medians over seeds of searches with {data['budget']} each; on "
+        "one GPU everything is on it. Analytic costs of graphs captured without a GPU, which hold "
+        "each LSTM cell as several ops, so steps are longer than measured ones "
+        "([](gpu_one.md)).",
         "",
         made,
         "",
