@@ -96,7 +96,9 @@ def gpu_one(data: dict[str, Any]) -> str:
         f"Milliseconds per training step, or per part of one, each as one CUDA graph. "
         f"{made['card']}, {made['cpu_cores']} cores, driver {made['driver']}, torch "
         f"{made['torch']}, SGD, fp32 with TF32 products or bf16 autocast, seed {made['seed']}. "
-        f"Written by `{made['command']}`.",
+        f"Written by `{made['command']}`; orders and parts at commits "
+        f"{_commits(data['orders'])}, stacked gradients at {_commits(data['stacked'])}, "
+        f"torch.compile at {_commits(data['compiled'])}.",
         "",
         *(f"- {note}" for note in made["notes"]),
         "",
@@ -117,7 +119,7 @@ def gpu_one(data: dict[str, Any]) -> str:
         "## Gradients of weights that are used many times, by one product",
         "",
         "*plain*, of [](gpu_plans.md): the same step without `stack_gradients`, one graph on one "
-        "GPU of another such machine. *torch.compile* of this page or that one.",
+        "GPU of another such machine, not the same run. *torch.compile* of this page or that one.",
         "",
         "| step | plain | torch.compile | stacked, predicted | stacked | error | of plain |",
         "|---|---|---|---|---|---|---|",
@@ -141,6 +143,11 @@ def gpu_one(data: dict[str, Any]) -> str:
             f"{measured / plain:.2f} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _commits(rows: list[dict[str, Any]]) -> str:
+    """Commits of rows, in their order."""
+    return ", ".join(dict.fromkeys(row["commit"] for row in rows))
 
 
 def _is_part(row: dict[str, Any]) -> bool:

@@ -13,7 +13,6 @@ file has the links (of `devplace probe`) of as many GPUs.
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -33,8 +32,9 @@ from devplace.auto.costs import HOPPER, price
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, median_ns, time_executor
 from devplace.cost import CostTable
+from devplace.cost.order import in_order_of
 from devplace.cost.reuse import CacheTimes
-from devplace.graph import OpGraph, serialize
+from devplace.graph import serialize
 from devplace.graph.capture import capture
 from devplace.machine import detect, toml
 from devplace.placers.simple.single import all_on
@@ -64,28 +64,6 @@ def only(device: int) -> Iterator[None]:
 
     with one_gpu(), patch.object(executor, "GraphRunner", make):
         yield
-
-
-def in_turn(graph: OpGraph, start_ns: Sequence[int]) -> list[int]:
-    """All ops in the order of these times, each after those it reads."""
-    maker = {tensor: index for index, op in enumerate(graph.ops) for tensor in op.outputs}
-    makers = [{maker[tensor] for tensor in op.inputs} for op in graph.ops]
-    users: list[list[int]] = [[] for _ in graph.ops]
-    for index, earlier in enumerate(makers):
-        for other in earlier:
-            users[other].append(index)
-    missing = [len(earlier) for earlier in makers]
-    ready = [(int(start_ns[k]), k) for k, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        order.append(index)
-        for user in users[index]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (int(start_ns[user]), user))
-    return order
 
 
 class Bench:
@@ -168,7 +146,7 @@ class Bench:
             self.say(f"{name}: {plan.predicted.step_ns / 1e6:.2f} ms")
             placement = Placement(np.array(plan.placement, np.int32))
             start = simulate_in_order(problem, placement, plan.order).start_ns
-            order = in_turn(self.graph, start)
+            order = in_order_of(self.graph, start)
             self.whole(f"order of {name}", single.devices, order, column)
             for device, row in enumerate(plan.order):
                 if row:

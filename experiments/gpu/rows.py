@@ -32,7 +32,7 @@ LIMITS_S: Mapping[str, float] = {
     "start": 120.0,
     "compile": 300.0,
     "wait": 1800.0,
-    "measure": 150.0,  # first steps load kernels for a minute
+    "measure": 150.0,  # Inception-V3 compiled: a first step of more than 60 s
     "optimizer": 60.0,
     "session": 900.0,  # of a group of processes, which keeps the other limits itself
 }

@@ -20,7 +20,9 @@ from tests.auto.steps import captured, placed
 def row(name: str, plan: Plan, measured_ns: int | None, is_single: bool = False) -> Row:
     timing = None if measured_ns is None else Timing(measured_ns, (measured_ns,), {}, "threads")
     error = "" if measured_ns is not None else "it was killed"
-    return Row(Candidate(name, plan, is_single), Measurement(name, timing, error))
+    return Row(
+        Candidate(name, plan, plan.predicted.step_ns, is_single), Measurement(name, timing, error)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,7 @@ def test_a_narrow_win_is_measured_again(
     times: list[int], asked: list[str], chosen: str, plans: tuple[Plan, Plan]
 ) -> None:
     """When the lead is small both are run once more and the faster time of each counts."""
-    found = [Candidate("single", plans[0], True), Candidate("several", plans[1])]
+    found = [Candidate("single", plans[0], 2, True), Candidate("several", plans[1], 1)]
     graph = captured()[0]
     trials = [Trial(candidate.name, candidate.plan, graph, {}) for candidate in found]
     measurer = Scripted(times)

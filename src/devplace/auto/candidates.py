@@ -27,19 +27,14 @@ class Candidate:
     Attributes:
         name: What it is called in tables.
         plan: The plan.
+        predicted_ns: Its step time with what the caches hold in its order.
         is_single: Whether everything that may be is on one device.
-        predicted_ns: Its step time with what the caches hold in its order, which the costs of the
-            search know on average only.
     """
 
     name: str
     plan: Plan = field(repr=False)
+    predicted_ns: int
     is_single: bool = False
-    predicted_ns: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.predicted_ns:
-            object.__setattr__(self, "predicted_ns", self.plan.predicted.step_ns)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -117,7 +112,7 @@ def _fitting(
 
 
 def _candidate(problem: Problem, name: str, plan: Plan) -> Candidate:
-    return Candidate(name, plan, predicted_ns=predicted_ns(problem, plan))
+    return Candidate(name, plan, predicted_ns(problem, plan))
 
 
 def predicted_ns(problem: Problem, plan: Plan) -> int:

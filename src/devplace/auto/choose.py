@@ -121,7 +121,10 @@ def choose(
     notes = _notes(searches)
     if measurer is None:
         best = sorted(searches, key=lambda s: s.result.step_ns)
-        ranked = [(Candidate(s.prefix + s.result.placer, s.result.plan), s.graph) for s in best]
+        ranked = [
+            (Candidate(s.prefix + s.result.placer, s.result.plan, s.result.step_ns), s.graph)
+            for s in best
+        ]
         return Choice(tuple(ranked), None, notes)
     trials = _trials(searches, arguments)
     found = [candidate for candidate, _ in trials]

@@ -113,20 +113,10 @@ def _outputs(values: dict[str, Any]) -> Outputs:
 
 
 def _request(values: dict[str, Any]) -> Request:
-    from devplace.cli.session import Request
+    from devplace.cli.session import OPTIONS, Request
 
-    names = (
-        "model",
-        "machine",
-        "size",
-        "batch",
-        "micro_batches",
-        "stack_gradients",
-        "optimizer",
-        "objective",
-    )
     demands = {name: values[name] for name in ("limit", "pin", "exclude")}
-    return Request.from_options({name: values[name] for name in names}, demands)
+    return Request.from_options({name: values[name] for name in OPTIONS}, demands)
 
 
 @devplace.command()

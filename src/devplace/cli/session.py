@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
-_KEYS = (
+OPTIONS = (
     "model",
     "machine",
     "size",
@@ -37,9 +37,9 @@ _KEYS = (
     "micro_batches",
     "stack_gradients",
     "optimizer",
-    "device",
     "objective",
 )
+"""Fields of a request that are options of the command line."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Request:
 
     def as_json(self) -> dict[str, Any]:
         """The part of a plan's request that this record holds."""
-        return {key: getattr(self, key) for key in _KEYS}
+        return {key: getattr(self, key) for key in (*OPTIONS, "device")}
 
 
 class _Made(msgspec.Struct):

@@ -20,9 +20,11 @@ from devplace.graph import OpGraph
 
 I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
+"""Times a call: ns, and bytes of its workspace."""
 
 
 def workspaces(graph: OpGraph) -> I64:
+    """Workspace of each op as the graph tells it, bytes. `[V]`"""
     return np.array([op.workspace_bytes for op in graph.ops], np.int64)
 
 
@@ -35,10 +37,10 @@ def extreme_calls(graph: OpGraph) -> dict[int, tuple[OpCall, OpCall]]:
 
 
 class Priced(NamedTuple):
-    """Times and workspaces on one model of device, `[V]` each.
+    """Times (ns) and workspaces (bytes) on one model of device, int64 `[V]` each.
 
     Attributes:
-        compute_ns: As usual.
+        compute_ns: With the inputs in the cache that are there in the likely order.
         warm_ns, cold_ns: With all, and with no large inputs in the cache.
         workspace_bytes: Memory an op takes while it runs.
     """
