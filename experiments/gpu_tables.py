@@ -147,7 +147,7 @@ def gpu_one(data: dict[str, Any]) -> str:
 
 def _commits(rows: list[dict[str, Any]]) -> str:
     """Commits of rows, in their order."""
-    return ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
 
 
 def _is_part(row: dict[str, Any]) -> bool:
