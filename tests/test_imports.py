@@ -15,7 +15,10 @@ PACKAGE = Path(__file__).parents[1] / "src" / "devplace"
 # Files (or folders) that need torch to be of any use.
 USE_TORCH = (
     "graph/capture/",
-    "cost/gpu_kernels",
+    "graph/fusion/call",
+    "graph/fusion/program",
+    "graph/fx_data",
+    "kernels/",
     "cost/inputs",
     "cost/profiled",
     "cost/streams",

@@ -1,4 +1,4 @@
-"""Writing files so that what was there gives way only to a whole new one."""
+"""Where caches are kept; writing files so that what was there gives way only to a whole one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import contextlib
 import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """`$DEVPLACE_CACHE`, else `devplace` in the user's cache folder; without a home, in the folder
+    for temporary files."""
+    named = os.environ.get("DEVPLACE_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "devplace"
+    try:
+        return Path.home() / ".cache" / "devplace"
+    except RuntimeError:  # a user without an entry, as in some containers
+        return Path(tempfile.gettempdir()) / f"devplace-{os.getuid()}"
 
 
 def write_whole(path: str | Path, data: bytes) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from devplace.cost.cache import TimingCache, cache_folder
+from devplace.cost.cache import TimingCache
 from devplace.errors import CacheError
+from devplace.files import cache_folder
 
 TIMINGS = {"mm": (1200, 0), "add": (3, 64)}
 

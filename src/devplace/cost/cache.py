@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,21 +18,6 @@ VERSION = 1
 _TABLE = """CREATE TABLE IF NOT EXISTS timings (
     place TEXT NOT NULL, call TEXT NOT NULL, ns INTEGER NOT NULL, workspace INTEGER NOT NULL,
     seal TEXT NOT NULL, PRIMARY KEY (place, call)) WITHOUT ROWID"""
-
-
-def cache_folder() -> Path:
-    """`$DEVPLACE_CACHE`, else `devplace` in the user's cache folder; without a home, in the folder
-    for temporary files."""
-    named = os.environ.get("DEVPLACE_CACHE")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "devplace"
-    try:
-        return Path.home() / ".cache" / "devplace"
-    except RuntimeError:  # a user without an entry, as in some containers
-        return Path(tempfile.gettempdir()) / f"devplace-{os.getuid()}"
 
 
 class TimingCache:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from devplace.cost.gpu_kernels import gpu_kernel
 from devplace.cost.signature import DEVICE, INTEGERS, OpCall, TensorSpec
+from devplace.kernels import kernel_of
 
 MOST_COPIES = 256
 
@@ -69,9 +69,7 @@ class Arguments:
         args, kwargs = self.arguments(number)
         if self._seeds and not torch.cuda.is_current_stream_capturing():
             args = tuple(self._seeds.get(place, arg) for place, arg in enumerate(args))
-        target = self._call.target
-        kernel = gpu_kernel(target) if self._device.type == "cuda" else target
-        return kernel(*args, **kwargs)
+        return kernel_of(self._call.target, self._device.type)(*args, **kwargs)
 
     def arguments(self, number: int) -> tuple[Any, Any]:
         """Those of one call: positional and named."""

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost.analytic import Analytic
-from devplace.cost.cache import cache_folder
 from devplace.cost.order import likely_order
 from devplace.cost.pricing import Priced, Pricing, Timer, extreme_calls, workspaces
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
+from devplace.files import cache_folder
 from devplace.graph import OpGraph
 from devplace.machine import Device, Machine
 from devplace.machine.detect import cpu_model

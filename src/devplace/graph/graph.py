@@ -33,6 +33,21 @@ class Tensor(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class Member(msgspec.Struct, frozen=True):
+    """One of the ops that a fused op computes at once.
+
+    Attributes:
+        name, target, stage, module, call, source_line: As of the op itself, see `Op`.
+    """
+
+    name: str
+    target: str
+    stage: Stage
+    module: str = ""
+    call: int = 0
+    source_line: str = ""
+
+
 class Op(msgspec.Struct, frozen=True):
     """One operation, or a source (something that is there before the step).
 
@@ -55,6 +70,9 @@ class Op(msgspec.Struct, frozen=True):
         micro_batch: Index of the micro-batch it works on, or -1.
         is_random: Whether it draws random numbers.
         workspace_bytes: Extra memory held while it runs.
+        is_fusible: Whether a compiler can compute it in one kernel with its neighbours.
+        members: Of a fused op, what it computes, in order; module and line are those of the member
+            that makes most of it.
     """
 
     name: str
@@ -73,6 +91,8 @@ class Op(msgspec.Struct, frozen=True):
     micro_batch: int = -1
     is_random: bool = False
     workspace_bytes: int = 0
+    is_fusible: bool = False
+    members: tuple[Member, ...] = ()
 
     @property
     def is_source(self) -> bool:
@@ -112,6 +132,7 @@ class OpGraph:
         results: Values kept after the step.
         meta: Facts about the capture (optimizer, micro-batches, mode, device type), as plain JSON.
         program: What is needed to run the graph; not part of the file form nor of equality.
+        plain: Of a fused graph, the one that was fused; likewise not part of either.
 
     Raises:
         GraphError: Empty, not in topological order, dangling or duplicate tensors, bad sizes.
@@ -123,6 +144,7 @@ class OpGraph:
     results: tuple[StepResult, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
     program: Any = field(default=None, compare=False, repr=False)
+    plain: OpGraph | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _validate(self)

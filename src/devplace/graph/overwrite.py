@@ -1,4 +1,4 @@
-"""Elementwise ops that can write their output over one of their inputs."""
+"""Ops that can write their output over one of their inputs: elementwise ones, and fused ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def overwritten_sources(graph: OpGraph) -> dict[int, int]:
     found: dict[int, int] = {}
     for result in graph.results:
         maker = graph.ops[graph.producer[result.tensor]]
-        if result.replaces < 0 or maker.is_view or maker.target not in OUT_FORMS:
+        is_able = maker.target in OUT_FORMS or bool(maker.members)
+        if result.replaces < 0 or maker.is_view or not is_able:
             continue
         old = graph.ops[result.replaces].outputs[0]
         same = (graph.tensors[old].shape, graph.tensors[old].dtype) == (
@@ -43,7 +44,9 @@ def overwritten_sources(graph: OpGraph) -> dict[int, int]:
             graph.tensors[result.tensor].dtype,
         )
         touched = {tensor for tensor in maker.inputs if roots.of(tensor) == old}
-        if same and touched <= {old} and result.tensor not in handed_out:
+        # A fused op is compiled for what it reads, and only that can it write over.
+        may_write = touched == {old} if maker.members else touched <= {old}
+        if same and may_write and result.tensor not in handed_out:
             found.setdefault(result.tensor, result.replaces)
     return found
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from devplace.kernels import kernel_of
 from devplace.run.schedule import Instruction, Schedule
 from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
 
@@ -126,7 +127,8 @@ class _Generator:
     def _call(self, node: Any) -> str:
         if node.target is operator.getitem:
             return f"{self._name(node.args[0])}[{self._text(node.args[1])}]"
-        function = self._bind(getattr(node.target, "_op", node.target))
+        kernel = kernel_of(node.target, "cpu")
+        function = self._bind(getattr(kernel, "_op", kernel))
         args = [self._text(arg) for arg in node.args]
         kwargs = {key: self._text(value) for key, value in node.kwargs.items()}
         position = self._position.get(node.name)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from devplace.cost.gpu_kernels import gpu_kernel
 from devplace.graph import OpGraph
+from devplace.kernels import kernel_of
 from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
 
 
@@ -56,7 +56,7 @@ def run_unplaced(
                 drawn_with = op_seed(seed, step, position[node.name])
                 values[node] = _draw(node.target, drawn_with, args, kwargs, place)
             else:
-                kernel = gpu_kernel(node.target) if place.type == "cuda" else node.target
+                kernel = kernel_of(node.target, place.type)
                 values[node] = kernel(*args, **kwargs)
             for arg in node.all_input_nodes:
                 waiting[arg] -= 1

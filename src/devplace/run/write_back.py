@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +22,8 @@ class WriteBack(NamedTuple):
         source: The source op it replaces.
         node: FX node of the new value.
         may_stand_in: Whether the old value's memory, once overwritten, may serve for the new value.
-        is_in_place: Whether its op may write straight into the old value's memory.
+        is_in_place: Whether its op may write straight into the old value's memory; not of fused
+            ops, which `DeviceWrites.fused` is about.
         pushes: Transfers that send the old value; they must have left before it is overwritten.
     """
 
@@ -47,6 +49,20 @@ class Scratch(NamedTuple):
     pushes: tuple[int, ...]
 
 
+class Over(NamedTuple):
+    """An output of a fused op that is written over one of its inputs.
+
+    Attributes:
+        output: Its place among the outputs.
+        input: Place of the source's value among the inputs.
+        pushes: As of `WriteBack`.
+    """
+
+    output: int
+    input: int
+    pushes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class DeviceWrites:
     """The write-backs of one device.
@@ -57,12 +73,14 @@ class DeviceWrites:
         at_end: Those that must wait until the device has done everything.
         drops: Instruction -> nodes whose values nothing needs after it (and its write-backs).
         scratch: Instruction -> how its op may use the memory of a source it is the last to read.
+        fused: Instruction of a fused op -> what it writes over its inputs.
     """
 
     after: Mapping[int, tuple[WriteBack, ...]] = field(default_factory=dict)
     at_end: tuple[WriteBack, ...] = ()
     drops: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     scratch: Mapping[int, Scratch] = field(default_factory=dict)
+    fused: Mapping[int, tuple[Over, ...]] = field(default_factory=dict)
 
     def in_place(self, index: int) -> WriteBack | Scratch | None:
         """How the op of an instruction may write into the memory of a source."""
@@ -139,6 +157,7 @@ def _of_device(
     after: dict[int, list[WriteBack]] = {}
     at_end: list[WriteBack] = []
     used: dict[Any, int] = {}
+    fused: dict[int, list[Over]] = {}
     for index, node in results:
         source = graph.results[index].replaces
         if source < 0:
@@ -152,8 +171,12 @@ def _of_device(
             continue
         when = max(made, reads.last_read.get(source, -1))
         stands_in = not facts.is_view(node) and facts.root(node) not in handed_out
-        in_place = stands_in and when == made and over.get(facts.tensor_id(node)) == source
+        is_able = stands_in and over.get(facts.tensor_id(node)) == source
+        is_fused = bool(graph.ops[facts.op_of[node]].members)
+        in_place = is_able and not is_fused and when == made
         write = WriteBack(index, source, node, stands_in, in_place, pushes)
+        if is_able and is_fused:
+            _write_over(reads, facts, write, fused)
         after.setdefault(when, []).append(write)
         used[node] = max(used.get(node, -1), when, reads.last_use[node])
     drops: dict[int, list[Any]] = {}
@@ -165,7 +188,20 @@ def _of_device(
         tuple(at_end),
         {index: tuple(nodes) for index, nodes in drops.items()},
         _scratches(schedule, facts, reads, device, after),
+        {index: tuple(found) for index, found in fused.items()},
     )
+
+
+def _write_over(
+    reads: _Reads, facts: NodeFacts, write: WriteBack, fused: dict[int, list[Over]]
+) -> None:
+    """Let a fused op write over a source, if nothing reads that after it."""
+    is_part = write.node.target is operator.getitem
+    call, output = write.node.args if is_part else (write.node, 0)
+    made = reads.made[call]
+    if reads.last_read.get(write.source, -1) <= made:
+        place = next(k for k, arg in enumerate(call.args) if facts.op_of[arg] == write.source)
+        fused.setdefault(made, []).append(Over(output, place, write.pushes))
 
 
 def _scratches(

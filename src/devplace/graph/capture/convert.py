@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import (
     count_flops,
+    is_fusible,
     is_random,
     mutates,
     reads_rows_only,
@@ -209,6 +210,7 @@ class _Builder:
             source_line=tag.line,
             micro_batch=tag.micro_batch,
             is_random=random,
+            is_fusible=base < 0 and is_fusible(node),
         )
 
 

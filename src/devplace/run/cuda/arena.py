@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,7 +103,8 @@ def step_peaks(
         elif kind == "send":
             walk.send(transfer, node)
         elif kind == "call":
-            walk.make(node, writes.in_place(index) is not None)
+            over = {write.output for write in writes.fused.get(index, ())}
+            walk.make(node, writes.in_place(index) is not None, over)
         else:
             walk.load(node)
         for gone in (*writes.drops.get(index, ()), *dead.get(index, ())):
@@ -137,13 +138,14 @@ class _Walk:
         self._pending: dict[int, deque[tuple[int, Any]]] = {}
         self._joined: set[int] = set()
 
-    def make(self, node: Any, is_in_place: bool) -> None:
-        """An op gives a value, or a part or a view of one."""
+    def make(self, node: Any, is_in_place: bool, over: Collection[int] = ()) -> None:
+        """An op gives a value, or a part or view of one; outputs `over` lie in older memory."""
         op = self._facts.op_of[node]
         is_new = not self._facts.is_view(node) and node.target is not operator.getitem
         if is_new and not is_in_place:
-            for tensor in self._schedule.graph.ops[op].outputs:
-                self._allocate(tensor)
+            for place, tensor in enumerate(self._schedule.graph.ops[op].outputs):
+                if place not in over:
+                    self._allocate(tensor)
         self._hold(node)
 
     def drop(self, node: Any) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from devplace.cost.gpu_kernels import gpu_kernel
 from devplace.errors import ExecutionError
+from devplace.graph.fusion.call import one_or_all
+from devplace.kernels import kernel_of
 from devplace.run.codegen import last_uses
 from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.light import LightValues
 from devplace.run.cuda.random import RandomOps
 from devplace.run.schedule import Schedule
-from devplace.run.write_back import DeviceWrites, Scratch, WriteBack, out_overload
+from devplace.run.write_back import DeviceWrites, Over, Scratch, WriteBack, out_overload
 
 
 class Carrier(Protocol):
@@ -163,6 +164,9 @@ class DevicePass:
         return value.clone() if result in self._schedule.borrowed else value
 
     def _make(self, index: int, node: Any) -> Any:
+        over = self._state.writes.fused.get(index)
+        if over:
+            return self._call_over(node, over)
         if not self._state.is_trial:
             return self._call(node, self._target_in_place(index))
         write = self._state.writes.in_place(index)
@@ -232,7 +236,7 @@ class DevicePass:
             if self._random.draws(node.name):
                 return self._random.draw(node.name, node.target, args, kwargs)
             if write is None:
-                return gpu_kernel(node.target)(*args, **kwargs)
+                return kernel_of(node.target, self._torch_device.type)(*args, **kwargs)
             for transfer in write.pushes:
                 self._carrier.join(transfer)
             into = out_overload(node.target)
@@ -240,6 +244,25 @@ class DevicePass:
             return into(*args, **kwargs, out=self._sources[write.source])
         except Exception as error:
             raise ExecutionError(describe_op(self._schedule, self._device, node, error)) from error
+
+    def _call_over(self, node: Any, over: Sequence[Over]) -> Any:
+        """Call a fused op that writes over some inputs; a trial writes over copies of them."""
+        tensors = [self._values[arg] for arg in node.args]
+        given = list(tensors)
+        for write in over:
+            if self._state.is_trial:
+                given[write.input] = given[write.input].clone()
+            for transfer in write.pushes:
+                self._carrier.join(transfer)
+        kernel = kernel_of(node.target, self._torch_device.type)
+        writes = tuple((write.output, write.input) for write in over)
+        try:
+            made = list(kernel.run(given, writes))  # type: ignore[attr-defined]
+        except Exception as error:
+            raise ExecutionError(describe_op(self._schedule, self._device, node, error)) from error
+        for write in over:
+            made[write.output] = tensors[write.input]
+        return one_or_all(made)
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from devplace.cost.cache import cache_folder
+from devplace.files import cache_folder
 from devplace.run.probe.report import ProbeReport
 
 _log = logging.getLogger(__name__)

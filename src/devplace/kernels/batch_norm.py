@@ -1,4 +1,4 @@
-"""What is called on a GPU for an op of a captured step, where eager PyTorch would call another.
+"""Batch norm on GPUs: cuDNN's, as eager PyTorch takes it.
 
 A captured batch norm is the one of all devices, and on GPUs that is PyTorch's own kernel. Eager
 PyTorch takes cuDNN's there, in half the time. cuDNN's backward may need what its forward kept
@@ -15,12 +15,6 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-
-
-def gpu_kernel(target: Any) -> Callable[..., Any]:
-    """What to call on a GPU in place of this op: itself for all but a few."""
-    kernel: Callable[..., Any] = _KERNELS.get(target, target)
-    return kernel
 
 
 def _batch_norm(
@@ -70,7 +64,8 @@ def _keeps_nothing(device: Any, dtype: Any, weight_dtype: Any, dims: int) -> boo
     return bool(reserve.numel() == 0)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {
+KERNELS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
+"""Op of a captured step -> what is called for it on a GPU."""

@@ -1,0 +1,179 @@
+"""Which ops of a graph are computed together: connected fusible ops at equal depth.
+
+No torch here, so that saved graphs can be fused and planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from devplace.graph.graph import Op, OpGraph
+
+MAX_MEMBERS = 256
+"""Ops of one group at most: a longer chain is cut, so that parts of it can be placed apart."""
+MAX_REPEATED_BYTES = 64
+"""Results up to this size that need nothing but small sources are made anew in every group."""
+Part = Callable[[Op], Hashable]
+"""Key of an op: ops with different keys, None apart, are not fused."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a graph.
+
+    Attributes:
+        members: Ops of each group in topological order, views among them included.
+        repeated: Ops that every group which reads them computes for itself; they are members of
+            all these groups.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    repeated: frozenset[int]
+
+
+def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
+    """Groups that can be contracted to one op each, without making a cycle.
+
+    Every op gets a depth: the number of ops with a call of their own (products, convolutions,
+    whatever is not fusible) on the longest path up to it, itself included. A group is a connected
+    component of fusible ops and views of equal depth. Proof that contracting all groups makes no
+    cycle: depth never falls along an edge, and rises on an edge into an op with its own call. A
+    path that leaves a group and comes back has equal depth all along, so it has no such op, so all
+    of it is connected to the group: it never left.
+
+    Any other labels that never fall along an edge and rise into every op with its own call serve as
+    well, and three rules use that. An op of the backward pass that reads nothing of it (what is
+    computed again, constants) gets the depth of its first reader. An edge between ops of different
+    parts (updates of different modules, ops pinned to different devices) raises the depth. A
+    component of more than `MAX_MEMBERS` ops is cut in topological order.
+
+    Args:
+        graph: The step; its ops say whether they are fusible.
+        part: Keeps ops with different keys apart.
+
+    Complexity: O(V + E).
+    """
+    found = _Finder(graph, part or (lambda op: None))
+    return Groups(found.groups(), frozenset(found.repeated))
+
+
+class _Finder:
+    def __init__(self, graph: OpGraph, part: Part) -> None:
+        self._graph = graph
+        self._part = [(part(op), _updated(op)) for op in graph.ops]
+        producer = graph.producer
+        self._makers = [sorted({producer[t] for t in op.inputs}) for op in graph.ops]
+        self.repeated = self._find_repeated()
+        self._depth = self._depths()
+        self._delay()
+
+    def _find_repeated(self) -> set[int]:
+        """Fusible ops with small results that need only each other and small read-only sources."""
+        graph = self._graph
+        found: set[int] = set()
+        free = {
+            index
+            for index, op in enumerate(graph.ops)
+            if op.is_source and index not in graph.replaced and self._is_small(op)
+        }
+        for index, op in enumerate(graph.ops):
+            is_creator = op.is_fusible and not op.inputs
+            is_small = (op.is_fusible or op.is_view) and self._is_small(op)
+            if is_creator or (is_small and all(m in free for m in self._makers[index])):
+                free.add(index)
+                found.add(index)
+        return found
+
+    def _is_small(self, op: Op) -> bool:
+        tensors = self._graph.tensors
+        return sum(tensors[t].num_bytes for t in op.outputs) <= MAX_REPEATED_BYTES
+
+    def _rise(self, maker: int, index: int) -> int:
+        """By how much depth must rise on an edge."""
+        op = self._graph.ops[index]
+        if not (op.is_fusible or op.is_view or op.is_source):
+            return 1
+        pairs = zip(self._part[maker], self._part[index], strict=True)
+        return int(any(None not in pair and pair[0] != pair[1] for pair in pairs))
+
+    def _depths(self) -> list[int]:
+        depth = [0] * len(self._graph.ops)
+        for index, makers in enumerate(self._makers):
+            some = (depth[m] + self._rise(m, index) for m in makers if m not in self.repeated)
+            depth[index] = max(some, default=0)
+        return depth
+
+    def _delay(self) -> None:
+        """Bring ops of the backward pass that need nothing of it to their first reader."""
+        graph, depth = self._graph, self._depth
+        readers: list[list[int]] = [[] for _ in graph.ops]
+        needs_backward = [False] * len(graph.ops)
+        for index, makers in enumerate(self._makers):
+            for maker in makers:
+                readers[maker].append(index)
+                is_own = graph.ops[maker].stage == "backward"
+                needs_backward[index] |= needs_backward[maker] or (
+                    is_own and not (graph.ops[maker].is_fusible or graph.ops[maker].is_view)
+                )
+        kept = {graph.producer[result.tensor] for result in graph.results}
+        for index in reversed(range(len(graph.ops))):
+            op = graph.ops[index]
+            may_wait = op.stage == "backward" and (op.is_fusible or op.is_view)
+            if may_wait and not needs_backward[index] and index not in kept and readers[index]:
+                latest = min(depth[r] - self._rise(index, r) for r in readers[index])
+                depth[index] = max(depth[index], latest)
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        members = [
+            index
+            for index, op in enumerate(self._graph.ops)
+            if (op.is_fusible or op.is_view) and index not in self.repeated
+        ]
+        label = {index: (self._depth[index], 0) for index in members}
+        found = self._components(members, label)
+        for component in found:
+            for place, index in enumerate(component):
+                label[index] = (self._depth[index], place // MAX_MEMBERS)
+        if any(len(component) > MAX_MEMBERS for component in found):
+            found = self._components(members, label)
+        return tuple(self._with_repeated(one) for one in found if self._is_worth_it(one))
+
+    def _components(
+        self, members: Sequence[int], label: dict[int, tuple[int, int]]
+    ) -> list[list[int]]:
+        parent = {index: index for index in members}
+
+        def find(index: int) -> int:
+            while parent[index] != index:
+                parent[index] = parent[parent[index]]
+                index = parent[index]
+            return index
+
+        for index in members:
+            for maker in self._makers[index]:
+                if maker in parent and label[maker] == label[index]:
+                    parent[find(index)] = find(maker)
+        found: dict[int, list[int]] = {}
+        for index in members:
+            found.setdefault(find(index), []).append(index)
+        return list(found.values())
+
+    def _is_worth_it(self, component: Sequence[int]) -> bool:
+        """Whether a group does more than one op; a single one has a kernel of its own already."""
+        return sum(not self._graph.ops[index].is_view for index in component) > 1
+
+    def _with_repeated(self, component: Sequence[int]) -> tuple[int, ...]:
+        """The members, and what is made anew for them."""
+        found, todo = set(component), list(component)
+        while todo:
+            for maker in self._makers[todo.pop()]:
+                if maker in self.repeated and maker not in found:
+                    found.add(maker)
+                    todo.append(maker)
+        return tuple(sorted(found))
+
+
+def _updated(op: Op) -> str | None:
+    """Updates of different modules are different ops, which may be on different devices."""
+    return op.module if op.stage == "update" else None

@@ -1,0 +1,5 @@
+"""What is called for an op of a captured step: PyTorch's kernels, or compiled ones for groups."""
+
+from devplace.kernels.choose import kernel_of
+
+__all__ = ["kernel_of"]

@@ -1,0 +1,23 @@
+"""Which function is called for an op on a type of device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from devplace.graph.fusion.call import FusedCall
+from devplace.kernels import batch_norm
+from devplace.kernels.fused import kernel_of_call
+
+
+def kernel_of(target: Any, device_type: str) -> Callable[..., Any]:
+    """What to call in place of an op: itself for all but groups, and batch norm on GPUs.
+
+    Args:
+        target: The op, as in the FX graph.
+        device_type: torch device type it runs on, `cpu` or `cuda`.
+    """
+    if isinstance(target, FusedCall):
+        return kernel_of_call(target)
+    kernel: Callable[..., Any] = target
+    return batch_norm.KERNELS.get(target, kernel) if device_type == "cuda" else kernel

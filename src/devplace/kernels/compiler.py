@@ -1,0 +1,142 @@
+"""Kernels of groups by torch's own compiler (Inductor).
+
+A group is compiled for the layouts it is given, and gives its outputs in the layouts that PyTorch's
+kernels would give them in. What is kept of it is the source that the compiler wrote, which calls
+kernels that its own caches hold in binary form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from devplace.errors import ExecutionError
+from devplace.graph.fusion.call import FusedCall, on_device
+from devplace.kernels.signature import Layout, Signature
+
+Function = Callable[[list[Any]], Sequence[Any]]
+"""Takes the inputs in a list, which it empties, and gives the outputs."""
+OPTIONS = {
+    # Many kernels are compiled at once, by processes of our own.
+    "compile_threads": 1,
+    # What it would keep are whole graphs under keys that take longer to find than to make.
+    "fx_graph_cache": False,
+    # Layouts of outputs are those that the step was planned with.
+    "keep_output_stride": True,
+}
+
+
+@cache
+def why_no_compiler(device_type: str) -> str:
+    """Why nothing can be compiled for a type of device here; empty if it can."""
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "triton is not installed, or knows no such GPU"
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+        return "there is no C++ compiler"
+    return ""
+
+
+def compile_source(call: FusedCall, signature: Signature) -> str:
+    """Source of a module with the kernels of a group.
+
+    Raises:
+        ExecutionError: The compiler refuses the group.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    device = torch.device(signature.device)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    try:
+        with config.patch(OPTIONS), torch.no_grad(), _current(device):
+            with mode:
+                inputs = [_fake(layout, device) for layout in signature.layouts]
+                graph = _traced(call, device, inputs)
+                _write_over(graph, signature)
+            with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+                made = compile_fx_inner(graph, inputs, is_inference=True)
+    except Exception as error:  # whatever a compiler raises
+        raise ExecutionError(_reason(error)) from error
+    if getattr(made, "constants", None):
+        raise ExecutionError("the compiler made constants of it")
+    source: str = getattr(made, "source_code", "")
+    if not source:
+        raise ExecutionError("the compiler gave no source")
+    return source
+
+
+def load(source: str) -> Function:
+    """The function of a compiled group; binaries that are in no cache are made.
+
+    Raises:
+        ExecutionError: They cannot be made or loaded.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import PyCodeCache
+
+    try:
+        with config.patch(OPTIONS):
+            function: Function = PyCodeCache.load(source).call
+    except Exception as error:
+        raise ExecutionError(_reason(error)) from error
+    return function
+
+
+def _current(device: Any) -> Any:
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def _fake(layout: Layout, device: Any) -> Any:
+    """A fake tensor that lies so; one that is not aligned begins one element late."""
+    dtype = getattr(torch, layout.dtype)
+    if layout.is_aligned:
+        return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)
+    pairs = zip(layout.shape, layout.strides, strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in pairs)
+    whole = torch.empty(max(0, span) + 1, dtype=dtype, device=device)
+    return whole.as_strided(layout.shape, layout.strides, 1)
+
+
+def _traced(call: FusedCall, device: Any, inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """The group in the ops that the compiler knows."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = torch.fx.GraphModule({}, on_device(call.graph, device))
+    return make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+
+
+def _write_over(graph: torch.fx.GraphModule, signature: Signature) -> None:
+    """End with copies into the inputs that are written over, which the compiler makes writes."""
+    output: Any = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    kept = list(output.args[0])
+    with graph.graph.inserting_before(output):
+        for place, over in signature.writes:
+            target = inputs[over]
+            copy = graph.graph.call_function(torch.ops.aten.copy_.default, (target, kept[place]))
+            copy.meta["val"] = target.meta["val"]
+    written = {place for place, _ in signature.writes}
+    kept = [node for place, node in enumerate(kept) if place not in written]
+    output.args = (tuple(kept),)
+    output.meta["user_visible_output_idxs"] = list(range(len(kept)))
+    graph.recompile()
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]

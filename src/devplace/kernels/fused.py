@@ -1,0 +1,115 @@
+"""The compiled kernels of a group, one for each layout of its inputs that is met."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from devplace.errors import ExecutionError
+from devplace.graph.fusion.call import FusedCall, one_or_all
+from devplace.kernels.compiler import Function, compile_source, load, why_no_compiler
+from devplace.kernels.signature import Signature, Writes, place_of, signature_of
+from devplace.kernels.store import KernelStore
+
+_lock = threading.RLock()  # the compiler is not safe in several threads
+_kernels: dict[str, FusedKernel] = {}
+_failures: dict[str, str] = {}
+
+
+def kernel_of_call(call: FusedCall) -> FusedKernel:
+    """The kernel of a group; groups that compute the same share one."""
+    return _kernels.setdefault(call.name, FusedKernel(call))
+
+
+def failures() -> dict[str, str]:
+    """Groups of this process whose ops run one by one -> why."""
+    return dict(_failures)
+
+
+class FusedKernel:
+    """A group as a function of its inputs, compiled when it meets a new layout of them.
+
+    Kernels are taken from disk if they were compiled before. Where that fails, or no compiler is
+    there, its ops run one by one.
+
+    Args:
+        call: The group.
+    """
+
+    def __init__(self, call: FusedCall) -> None:
+        self.call = call
+        self._functions: dict[Any, Function | None] = {}
+
+    def __call__(self, *tensors: Any) -> Any:
+        """The outputs: the tensor, or a tuple of several."""
+        return one_or_all(self.run(tensors))
+
+    def run(self, tensors: Sequence[Any], writes: Writes = ()) -> tuple[Any, ...]:
+        """All outputs; those of `writes` are the inputs they were written over."""
+        signature = signature_of(self.call.name, tensors[0].device, tensors, writes)
+        function = self.function(signature)
+        if function is None:
+            return self._one_by_one(tensors, writes)
+        made = iter(function(list(tensors)))
+        over = dict(writes)
+        count = self.call.num_outputs
+        return tuple(tensors[over[k]] if k in over else next(made) for k in range(count))
+
+    def _one_by_one(self, tensors: Sequence[Any], writes: Writes) -> tuple[Any, ...]:
+        made = self.call(*tensors)
+        outputs = [made] if self.call.num_outputs == 1 else list(made)
+        for place, over in writes:
+            outputs[place] = tensors[over].copy_(outputs[place])
+        return tuple(outputs)
+
+    def function(self, signature: Signature) -> Function | None:
+        """The compiled function, None if there is none; compiles it if need be."""
+        try:
+            return self._functions[signature]
+        except KeyError:
+            pass
+        with _lock:
+            if signature not in self._functions:
+                self._functions[signature] = self._made(signature)
+            return self._functions[signature]
+
+    def _made(self, signature: Signature) -> Function | None:
+        reason = why_not_compiled(signature.device)
+        if not reason:
+            try:
+                return load(source_of(self.call, signature))
+            except ExecutionError as error:
+                reason = str(error)
+        _failures[self.call.name] = reason
+        return None
+
+
+def why_not_compiled(device: str) -> str:
+    """Why groups run their ops one by one on a device; empty if they are compiled."""
+    if os.environ.get("DEVPLACE_COMPILE") == "0":
+        return "compiling is switched off (DEVPLACE_COMPILE=0)"
+    return why_no_compiler(device.partition(":")[0])
+
+
+def source_of(call: FusedCall, signature: Signature) -> str:
+    """Source of a compiled group: from disk, else compiled and kept.
+
+    Raises:
+        ExecutionError: The compiler refuses it, now or when it was tried before.
+    """
+    store = KernelStore(place_of(signature.device))
+    source = store.read(signature.key)
+    if source is not None:
+        return source
+    failure = store.read_failure(signature.key)
+    if failure is not None:
+        raise ExecutionError(failure)
+    try:
+        source = compile_source(call, signature)
+    except ExecutionError as error:
+        store.write_failure(signature.key, str(error))
+        raise
+    store.write(signature.key, source)
+    return source

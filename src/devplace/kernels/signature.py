@@ -1,0 +1,85 @@
+"""What a compiled kernel of a group is made for: its inputs' layouts, and what it writes over."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+ALIGNMENT = 16
+"""Bytes; a kernel may load as much at once where an input begins at a multiple."""
+Writes = tuple[tuple[int, int], ...]
+"""(output, input) pairs: the output is written into the memory of the input."""
+
+
+class Layout(NamedTuple):
+    """How an input lies in memory.
+
+    Attributes:
+        shape: Sizes.
+        strides: Elements.
+        dtype: torch name without prefix.
+        is_aligned: Whether it begins at a multiple of `ALIGNMENT`.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    is_aligned: bool
+
+
+class Signature(NamedTuple):
+    """All that a compiled kernel depends on beside what it computes.
+
+    Attributes:
+        call: Name of the group's `FusedCall`.
+        device: Name of the torch device.
+        layouts: Of the inputs.
+        writes: What it writes over.
+    """
+
+    call: str
+    device: str
+    layouts: tuple[Layout, ...]
+    writes: Writes = ()
+
+    @property
+    def key(self) -> str:
+        """Name of the kernel among those of one place."""
+        return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:32]
+
+
+def layout_of(tensor: Any) -> Layout:
+    """The layout of a tensor, fake ones included; these count as aligned by their offset."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Layout(tuple(tensor.shape), tuple(tensor.stride()), dtype, _is_aligned(tensor))
+
+
+def _is_aligned(tensor: Any) -> bool:
+    if type(tensor) is torch.Tensor and not tensor.is_meta:
+        return bool(tensor.data_ptr() % ALIGNMENT == 0)
+    return bool(tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0)
+
+
+def signature_of(call: str, device: Any, tensors: Sequence[Any], writes: Writes = ()) -> Signature:
+    """The signature of a call with these tensors."""
+    return Signature(call, str(device), tuple(map(layout_of, tensors)), writes)
+
+
+@cache
+def place_of(device: str) -> str:
+    """All that compiled kernels of a device depend on, as text: versions and the card."""
+    versions = f"torch {torch.__version__}"
+    kind = torch.device(device)
+    if kind.type != "cuda":
+        from devplace.machine.detect import cpu_model
+
+        return f"{versions}|{cpu_model()}"
+    from torch.utils._triton import has_triton
+
+    card = torch.cuda.get_device_properties(kind)
+    triton = __import__("triton").__version__ if has_triton() else "no triton"
+    return f"{versions}|{triton}|{card.name}|{card.major}.{card.minor}|cuda {torch.version.cuda}"
