@@ -11,6 +11,7 @@ import torch
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call
 from devplace.run.inputs import bind_inputs, bind_scalars
+from devplace.run.seeds import RandomKeys
 from devplace.run.state import ModelState
 
 SMALL_BYTES = 1 << 16
@@ -77,6 +78,7 @@ def step_sources(
     values = state.present()
     values.update(bind_inputs(graph, *as_call(inputs, kwargs)))
     values.update(bind_scalars(graph, 1, groups))
+    values.update(RandomKeys(graph).of_step(0, 1))
     return {b.op: _source(b.kind, values[b.op]) for b in graph.program.bindings}
 
 

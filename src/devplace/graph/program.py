@@ -12,6 +12,11 @@ from typing import Any, Literal
 BindingKind = Literal["parameter", "buffer", "state", "constant", "input", "scalar"]
 
 
+RANDOM_KEYS = ("random_key0", "random_key1")
+"""Names of the scalars that a step's random numbers are computed from: 0-dim int32 tensors, which
+the executors make of the user's seed and the step's number."""
+
+
 @dataclass(frozen=True)
 class Binding:
     """What one placeholder of the FX graph stands for.
@@ -20,7 +25,8 @@ class Binding:
         op: Index of its source op in the graph.
         kind: What it is.
         key: Parameter or buffer name; for `state` the parameter's name; for `input` the input's
-            name (`0`, `1.mask`, `x`); for `scalar` its name in the step scalars.
+            name (`0`, `1.mask`, `x`); for `scalar` its name in the step scalars, or one of
+            `RANDOM_KEYS`.
         slot: For `state` the name in `optimizer.state[p]` (`exp_avg`, `momentum_buffer`); for
             `input` the index among the flattened example inputs (torch pytree order).
         value: For `constant` the tensor itself; for others nothing (parameters and buffers are read
@@ -58,7 +64,7 @@ class Program:
         scalars: Function of the 1-based step number and, optionally, the optimizer's present
             param_groups -> value of every scalar input (learning rate, bias corrections ...), as
             Python floats, exactly as torch.optim computes them on the host.
-        random_ops: Names of FX nodes that draw random numbers, in trace order.
+        random_ops: Names of FX nodes that draw random numbers from a generator, in trace order.
         input_spec: torch pytree spec of `(args, kwargs)`; `graph.capture.flatten_batch` flattens
             new batches the same way.
         input_constants: Leaf index -> value of the inputs that are not tensors; they are fixed.

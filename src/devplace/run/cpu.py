@@ -15,6 +15,7 @@ from devplace.run.codegen import DeviceCode, StoppedError, failed_instruction, g
 from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
 from devplace.run.schedule import Schedule, stored_sources
+from devplace.run.seeds import RandomKeys
 from devplace.run.timeline import MeasuredTimeline, make_timeline
 from devplace.run.workers import Workers
 
@@ -61,6 +62,7 @@ class CpuExecutor:
         self.seed = seed
         self.put_count: dict[int, int] = {}
         self._missing = set(schedule.holders)
+        self._random_keys = RandomKeys(schedule.graph)
         self._copy = copy
         self._keeps_old_state = keeps_old_state
         self._codes = self._generate(is_timed=False)
@@ -107,6 +109,8 @@ class CpuExecutor:
         codes = self._timed_codes if is_timed else self._codes
         if self._workers.is_closed:
             raise ExecutionError("A closed step cannot run: its threads have ended. Compile again.")
+        for op, key in self._random_keys.of_step(self.seed, number).items():
+            self.put(op, key)
         self._check_complete()
         transfers = self.schedule.transfers
         if self._mailbox.stop:  # left over from a step that was given up

@@ -20,6 +20,7 @@ from devplace.graph.capture.batch import (
     open_dataclasses,
 )
 from devplace.graph.capture.values import differs
+from devplace.graph.program import RANDOM_KEYS
 from devplace.run.copies import laid_out
 
 
@@ -81,12 +82,18 @@ def bind_scalars(
 ) -> dict[int, Any]:
     """Zero-dimensional tensors of the step's scalars (learning rate ...) by source op.
 
+    Random keys are not among them: executors make these.
+
     Args:
         graph: The captured step.
         step: 1-based number of the step.
         param_groups: The optimizer's present groups, read for learning rates.
     """
-    bindings = [binding for binding in graph.program.bindings if binding.kind == "scalar"]
+    bindings = [
+        binding
+        for binding in graph.program.bindings
+        if binding.kind == "scalar" and binding.key not in RANDOM_KEYS
+    ]
     if not bindings:
         return {}
     numbers = graph.program.scalars(step, param_groups)

@@ -1,4 +1,4 @@
-"""Seeds of random ops: made from the user's seed, the step and the op, never the placement."""
+"""What random numbers are made from: the user's seed, the step and the op, never the placement."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from devplace.graph import OpGraph
+from devplace.graph.program import RANDOM_KEYS
 
 _MASK = (1 << 64) - 1
 _default_generator_lock = threading.Lock()
@@ -28,6 +31,42 @@ def op_seed(seed: int, step: int, position: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state >> 1
+
+
+class RandomKeys:
+    """The scalars that ops drawing by a counter read: other ones in every step.
+
+    Args:
+        graph: The captured step; if nothing in it draws by a counter, there are none.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self._ops = {
+            binding.op: RANDOM_KEYS.index(binding.key)
+            for binding in graph.program.bindings
+            if binding.kind == "scalar" and binding.key in RANDOM_KEYS
+        }
+
+    def of_step(self, seed: int, step: int) -> dict[int, Any]:
+        """0-dim int32 tensors on the CPU by source op.
+
+        Each is 32 bits of an `op_seed` at a position that no op has, -1 or -2.
+
+        Args:
+            seed: The user's seed.
+            step: 1-based number of the step.
+        """
+        return {
+            op: torch.tensor(
+                _low_int32(op_seed(seed, step, -1 - place)), dtype=torch.int32, device="cpu"
+            )
+            for op, place in self._ops.items()
+        }
+
+
+def _low_int32(value: int) -> int:
+    """The low 32 bits as a signed number."""
+    return ((value + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
 def takes_generator(target: Any) -> bool:

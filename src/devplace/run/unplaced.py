@@ -13,7 +13,7 @@ import torch
 
 from devplace.graph import OpGraph
 from devplace.kernels import kernel_of
-from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
+from devplace.run.seeds import RandomKeys, call_with_default_generator, op_seed, takes_generator
 
 
 def run_unplaced(
@@ -23,7 +23,7 @@ def run_unplaced(
 
     Args:
         graph: The captured step.
-        sources: Value of every source op.
+        sources: Value of every source op; random keys are made of `seed` and `step`.
         seed: Seed of the random ops.
         step: 1-based number of the step.
         device: torch device that the sources are on.
@@ -37,6 +37,8 @@ def run_unplaced(
     waiting = {node: len(node.users) for node in program.module.graph.nodes}
     values: dict[Any, Any] = {}
     place = torch.device(device)
+    keys = RandomKeys(graph).of_step(seed, step)
+    sources = {**sources, **{op: key.to(place) for op, key in keys.items()}}
 
     def argument(arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):

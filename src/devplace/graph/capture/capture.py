@@ -16,6 +16,7 @@ from devplace.graph.capture.batch import make_batch, refuse_whole_target
 from devplace.graph.capture.chunk_loss import is_sum
 from devplace.graph.capture.cleanup import clean, drop_last_results
 from devplace.graph.capture.convert import to_graph
+from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
@@ -37,6 +38,7 @@ from devplace.graph.capture.surroundings import refuse_host_random, trace_settin
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.capture.values import is_array, shown
 from devplace.graph.graph import OpGraph
+from devplace.graph.program import RANDOM_KEYS
 
 Progress = Callable[[str, int], None]
 _one_at_a_time = threading.RLock()  # a trace changes what is torch's for the whole process
@@ -55,6 +57,7 @@ def capture(
     stack_gradients: bool = False,
     name: str | None = None,
     device: str | None = None,
+    fuse: bool = False,
     progress: Progress | None = None,
 ) -> OpGraph:
     """Capture one whole step: forward, backward and parameter update as one flat graph.
@@ -85,6 +88,8 @@ def capture(
         name: Name of the graph; the model's class by default.
         device: torch device type the step is captured for, `cpu` or `cuda`; by default where the
             model is. Wherever the model lies, it stays there.
+        fuse: Draw random numbers by counters, as ops that can be fused; other numbers of the same
+            distribution.
         progress: Called with a stage and the number of nodes traced so far.
 
     Returns:
@@ -106,6 +111,7 @@ def capture(
             autocast,
             device,
             stack_gradients,
+            fuse,
         )
         step, gm = _traced(request, progress)
         meta = _meta(request, micro_batches)
@@ -171,6 +177,7 @@ def _request(
     autocast: torch.dtype | None,
     device: str | None = None,
     stack_gradients: bool = False,
+    fuse: bool = False,
 ) -> Request:
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
@@ -201,6 +208,7 @@ def _request(
         loss_fn,
         adds_up,
         stack_gradients,
+        fuse,
     )
 
 
@@ -256,6 +264,7 @@ def _meta(request: Request, micro_batches: int) -> dict[str, Any]:
         "training": request.model.training,
         "clip_grad_norm": request.clip_grad_norm,
         "stack_gradients": request.stack_gradients,
+        "fuse": request.fuse,
         "autocast": str(request.autocast).removeprefix("torch.") if request.autocast else None,
         "micro_batch_sizes": list(request.batch.sizes),
     }
@@ -288,6 +297,9 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     if step.request.stack_gradients:
         stack(gm.graph)
         clean(gm.graph)
+    if step.request.fuse:
+        draw_by_counter(gm.graph)
+        clean(gm.graph)
     refuse_replaced_variables(gm, step)
     return gm
 
@@ -317,7 +329,8 @@ def _fakes(step: Step) -> list[torch.Tensor]:
             elif entry.kind == "input":
                 flat.append(fake(request.batch.leaves[int(entry.slot)]))
             else:
-                flat.append(torch.empty((), dtype=torch.float64, device=device))
+                dtype = torch.int32 if entry.key in RANDOM_KEYS else torch.float64
+                flat.append(torch.empty((), dtype=dtype, device=device))
     return [
         t if t.requires_grad and i < len(sources.parameters) else t.detach()
         for i, t in enumerate(flat)

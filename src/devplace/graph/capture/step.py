@@ -23,7 +23,7 @@ from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchan
 from devplace.graph.capture.tags import Tagger
 from devplace.graph.capture.values import differs, is_made_of_nothing, with_values
 from devplace.graph.graph import ResultRole
-from devplace.graph.program import BindingKind, Constant
+from devplace.graph.program import RANDOM_KEYS, BindingKind, Constant
 
 Tensors = list[torch.Tensor]
 
@@ -64,6 +64,7 @@ class Request:
         loss_fn: As the user gave it.
         adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
         stack_gradients: Whether products of a weight's gradient are stacked.
+        fuse: Whether random numbers are drawn by counters, so that they can be fused.
     """
 
     model: torch.nn.Module
@@ -79,6 +80,7 @@ class Request:
     loss_fn: Any = None
     adds_up: bool = False
     stack_gradients: bool = False
+    fuse: bool = False
 
 
 @dataclass
@@ -126,6 +128,7 @@ class Step:
             *(Input("input", batch.names[i], i) for i in batch.tensor_slots),
             *(Input("constant", n) for n in sources.hollow),
             *(Input("scalar", s) for s in (update.scalar_names(self.trained) if update else ())),
+            *(Input("scalar", key) for key in (RANDOM_KEYS if self.request.fuse else ())),
         ]
 
     def __call__(self, *flat: torch.Tensor) -> Tensors:

@@ -41,6 +41,7 @@ from devplace.run.cuda.random import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.linear import linear_order
 from devplace.run.schedule import Schedule, is_cpu, source_bytes, stored_sources
+from devplace.run.seeds import RandomKeys
 from devplace.run.write_back import write_backs
 
 
@@ -98,6 +99,7 @@ class CudaExecutor:
         self._number = 0
         self._is_closed = False
         self._missing = set(schedule.holders)
+        self._random_keys = RandomKeys(schedule.graph)
         active = [index for index, some in enumerate(schedule.instructions) if some]
         _check_devices([schedule.device_names[index] for index in active])
         check_cpu_ops(schedule, has_cpu_form)
@@ -178,6 +180,8 @@ class CudaExecutor:
         if self._is_closed:
             raise ExecutionError("A closed step cannot run: its graphs are gone. Compile again.")
         self._raise_failure()
+        for op, key in self._random_keys.of_step(self.seed, number).items():
+            self.put(op, key)
         self._check_complete()
         self._number = number
         try:
