@@ -12,9 +12,11 @@ from typing import Any, Literal
 BindingKind = Literal["parameter", "buffer", "state", "constant", "input", "scalar"]
 
 
-RANDOM_KEYS = ("random_key0", "random_key1")
-"""Names of the scalars that a step's random numbers are computed from: 0-dim int32 tensors, which
-the executors make of the user's seed and the step's number."""
+RANDOM_KEYS = "random_keys"
+"""Name of the input that a step's random numbers are computed from: an int32 tensor with a row for
+each random op, which the executors make of the user's seed and the step's number."""
+KEY_WORDS = 4
+"""Words of a row: two that are used, and two so that every row begins at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Binding:
         op: Index of its source op in the graph.
         kind: What it is.
         key: Parameter or buffer name; for `state` the parameter's name; for `input` the input's
-            name (`0`, `1.mask`, `x`); for `scalar` its name in the step scalars, or one of
+            name (`0`, `1.mask`, `x`); for `scalar` its name in the step scalars, or
             `RANDOM_KEYS`.
         slot: For `state` the name in `optimizer.state[p]` (`exp_avg`, `momentum_buffer`); for
             `input` the index among the flattened example inputs (torch pytree order).

@@ -82,7 +82,7 @@ def bind_scalars(
 ) -> dict[int, Any]:
     """Zero-dimensional tensors of the step's scalars (learning rate ...) by source op.
 
-    Random keys are not among them: executors make these.
+    Random keys are not among them: executors make those.
 
     Args:
         graph: The captured step.
@@ -92,7 +92,7 @@ def bind_scalars(
     bindings = [
         binding
         for binding in graph.program.bindings
-        if binding.kind == "scalar" and binding.key not in RANDOM_KEYS
+        if binding.kind == "scalar" and binding.key != RANDOM_KEYS
     ]
     if not bindings:
         return {}

@@ -34,39 +34,36 @@ def op_seed(seed: int, step: int, position: int) -> int:
 
 
 class RandomKeys:
-    """The scalars that ops drawing by a counter read: other ones in every step.
+    """The input that ops drawing by a counter read: another one in every step.
 
     Args:
-        graph: The captured step; if nothing in it draws by a counter, there are none.
+        graph: The captured step; if nothing in it draws by a counter, there is none.
     """
 
     def __init__(self, graph: OpGraph) -> None:
-        self._ops = {
-            binding.op: RANDOM_KEYS.index(binding.key)
+        self._shapes = {
+            binding.op: graph.tensors[graph.ops[binding.op].outputs[0]].shape
             for binding in graph.program.bindings
-            if binding.kind == "scalar" and binding.key in RANDOM_KEYS
+            if binding.kind == "scalar" and binding.key == RANDOM_KEYS
         }
 
     def of_step(self, seed: int, step: int) -> dict[int, Any]:
-        """0-dim int32 tensors on the CPU by source op.
+        """Int32 tensors `[random ops, KEY_WORDS]` on the CPU by source op.
 
-        Each is 32 bits of an `op_seed` at a position that no op has, -1 or -2.
+        A row begins with the low and the high 32 bits of the op's `op_seed`.
 
         Args:
             seed: The user's seed.
             step: 1-based number of the step.
         """
-        return {
-            op: torch.tensor(
-                _low_int32(op_seed(seed, step, -1 - place)), dtype=torch.int32, device="cpu"
-            )
-            for op, place in self._ops.items()
-        }
+        return {op: _keys(seed, step, *shape) for op, shape in self._shapes.items()}
 
 
-def _low_int32(value: int) -> int:
-    """The low 32 bits as a signed number."""
-    return ((value + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+def _keys(seed: int, step: int, count: int, words: int) -> Any:
+    seeds = torch.tensor([op_seed(seed, step, k) for k in range(count)], device="cpu")
+    keys = torch.zeros(count, words, dtype=torch.int32, device="cpu")
+    keys[:, :2] = seeds.view(torch.int32).view(count, 2)  # little-endian: the low word first
+    return keys
 
 
 def takes_generator(target: Any) -> bool:

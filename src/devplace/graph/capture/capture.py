@@ -33,7 +33,7 @@ from devplace.graph.capture.same import is_same_step, reads_array
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
-from devplace.graph.capture.step import Request, Step
+from devplace.graph.capture.step import Input, Request, Step
 from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.capture.values import is_array, shown
@@ -298,7 +298,8 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         stack(gm.graph)
         clean(gm.graph)
     if step.request.fuse:
-        draw_by_counter(gm.graph)
+        if draw_by_counter(gm.graph):
+            step.inputs.append(Input("scalar", RANDOM_KEYS))
         clean(gm.graph)
     refuse_replaced_variables(gm, step)
     return gm
@@ -329,8 +330,7 @@ def _fakes(step: Step) -> list[torch.Tensor]:
             elif entry.kind == "input":
                 flat.append(fake(request.batch.leaves[int(entry.slot)]))
             else:
-                dtype = torch.int32 if entry.key in RANDOM_KEYS else torch.float64
-                flat.append(torch.empty((), dtype=dtype, device=device))
+                flat.append(torch.empty((), dtype=torch.float64, device=device))
     return [
         t if t.requires_grad and i < len(sources.parameters) else t.detach()
         for i, t in enumerate(flat)

@@ -1,4 +1,4 @@
-"""Random numbers as ordinary ops: a hash of the step's keys, the op's position and the index.
+"""Random numbers as ordinary ops: a hash of the op's keys in this step and the element's index.
 
 Such a number is the same bit for bit on a CPU and a GPU, on any number of devices, inside a fused
 kernel and outside; it needs no generator, and can be computed again where it is needed.
@@ -15,47 +15,61 @@ from typing import Any, TypeAlias
 import torch
 
 from devplace.graph.capture.analysis import is_random, tensors_in
+from devplace.graph.program import KEY_WORDS, RANDOM_KEYS
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
 
-GOLDEN = 0x9E3779B9
-"""2**32 / golden ratio, odd: its multiples by an op's position are far apart. Knuth, The Art of
-Computer Programming, vol. 3, 6.4."""
 _SECOND = 0x6C8E9CF5  # any constant; gives the bits that a float64 has beyond 32
 _RATE_BITS = 24  # of the numbers that rates are compared with
 # Binary digits of a significand: numbers k / 2**digits below 1 are exact.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def draw_by_counter(graph: torch.fx.Graph) -> None:
+def draw_by_counter(graph: torch.fx.Graph) -> bool:
     """Replace random ops by plain ops that compute the same distribution from a counter.
 
     Of element `i`, in the order of a contiguous tensor, of the op at position `k` among the random
-    ops, the 32 random bits are `mix(mix((i + k) ^ key0) ^ mix(key1 + k * GOLDEN))` in wrapping
-    int32, where `mix` is the finaliser of MurmurHash3 (Appleby, 2011,
-    https://github.com/aappleby/smhasher). The index starts at `k` so that no two ops have a node in
-    common: a shared one would be a large tensor that lives from the first to the last of them.
+    ops, the 32 random bits are `mix(mix(i ^ keys[k, 0]) ^ keys[k, 1])` in wrapping int32, where
+    `mix` is the finaliser of MurmurHash3 (Appleby, 2011, https://github.com/aappleby/smhasher).
+    Keys are the graph's last placeholder, so ops that draw alike are equal but for what they read.
 
     Replaced are `bernoulli`, `native_dropout`, `rand`, `rand_like` and `uniform`. Rates are
     multiples of 2**-24. Other random ops keep their generators (normal numbers need a logarithm,
     which a CPU and a GPU round differently), and so do ops of about 2**31 elements or more.
 
     Args:
-        graph: A clean graph. Its last two placeholders are the step's keys, 0-dim int32 tensors.
+        graph: A clean graph.
+
+    Returns:
+        Whether there is such a placeholder now: `RANDOM_KEYS`, int32 `[random ops, KEY_WORDS]`.
     """
-    *_, key0, key1 = (node for node in graph.nodes if node.op == "placeholder")
-    for position, node in enumerate(list(filter(is_random, graph.nodes))):
-        draw = _DRAWS.get(node.target)
-        if draw is None or not _is_small(node, position) or node.kwargs.get("generator"):
-            continue
+    found = list(filter(is_random, graph.nodes))
+    drawn = [(k, node) for k, node in enumerate(found) if _is_drawn(node)]
+    if drawn:
+        keys = _add_keys(graph, tensors_in(drawn[0][1].meta["val"])[0], len(found))
+    for position, node in drawn:
         with graph.inserting_before(node):
-            draw(_Numbers(graph, node, position, key0, key1))
+            _DRAWS[node.target](_Numbers(graph, node, position, keys))
+    return bool(drawn)
 
 
-def _is_small(node: Node, position: int) -> bool:
-    """Whether all indices are int32."""
-    return bool(tensors_in(node.meta["val"])[0].numel() + position < 2**31)
+def _is_drawn(node: Node) -> bool:
+    """Whether a random op is replaced: all its indices must be int32."""
+    is_small = tensors_in(node.meta["val"])[0].numel() < 2**31
+    return node.target in _DRAWS and is_small and not node.kwargs.get("generator")
+
+
+def _add_keys(graph: torch.fx.Graph, like: Any, count: int) -> Node:
+    """The placeholder of the keys, on the device of a fake tensor."""
+    last = [node for node in graph.nodes if node.op == "placeholder"]
+    first = next(iter(graph.nodes))
+    place = graph.inserting_after(last[-1]) if last else graph.inserting_before(first)
+    with place:
+        keys = graph.placeholder(RANDOM_KEYS)
+    with like.fake_mode:
+        keys.meta["val"] = torch.empty(count, KEY_WORDS, dtype=torch.int32, device=like.device)
+    return keys
 
 
 def _signed(value: int) -> int:
@@ -71,14 +85,12 @@ class _Numbers:
         like: Fake tensor with the shape, strides, dtype and device of what it draws.
     """
 
-    def __init__(
-        self, graph: torch.fx.Graph, node: Node, position: int, key0: Node, key1: Node
-    ) -> None:
+    def __init__(self, graph: torch.fx.Graph, node: Node, position: int, keys: Node) -> None:
         self.node = node
         self.like: Any = tensors_in(node.meta["val"])[0]
         self._graph = graph
         self._position = position
-        self._keys = key0, key1
+        self._keys = keys
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """An argument of the random op."""
@@ -133,18 +145,18 @@ class _Numbers:
 
     def _state(self) -> Node:
         """What is mixed a last time."""
-        key0, key1 = self._keys
-        moved = self.call(aten.add.Tensor, key1, _signed(self._position * GOLDEN))
+        row = self.call(aten.select.int, self._keys, 0, self._position)
+        key0, key1 = (self.call(aten.select.int, row, 0, word) for word in range(2))
         inner = self._mix(self.call(aten.bitwise_xor.Tensor, self._index(), key0))
-        return self.call(aten.bitwise_xor.Tensor, inner, self._mix(moved))
+        return self.call(aten.bitwise_xor.Tensor, inner, key1)
 
     def _index(self) -> Node:
-        """Each element's index plus the op's position, int32, laid out as what is drawn."""
-        first, like = self._position, self.like
+        """Each element's index, int32, laid out as what is drawn."""
+        like = self.like
         index = self.call(
             aten.arange.start,
-            first,
-            first + like.numel(),
+            0,
+            like.numel(),
             dtype=torch.int32,
             device=like.device,
             pin_memory=False,

@@ -23,7 +23,7 @@ from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchan
 from devplace.graph.capture.tags import Tagger
 from devplace.graph.capture.values import differs, is_made_of_nothing, with_values
 from devplace.graph.graph import ResultRole
-from devplace.graph.program import RANDOM_KEYS, BindingKind, Constant
+from devplace.graph.program import BindingKind, Constant
 
 Tensors = list[torch.Tensor]
 
@@ -128,7 +128,6 @@ class Step:
             *(Input("input", batch.names[i], i) for i in batch.tensor_slots),
             *(Input("constant", n) for n in sources.hollow),
             *(Input("scalar", s) for s in (update.scalar_names(self.trained) if update else ())),
-            *(Input("scalar", key) for key in (RANDOM_KEYS if self.request.fuse else ())),
         ]
 
     def __call__(self, *flat: torch.Tensor) -> Tensors:

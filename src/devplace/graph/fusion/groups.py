@@ -43,8 +43,9 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
     of it is connected to the group: it never left.
 
     Any other labels that never fall along an edge and rise into every op with its own call serve as
-    well, and three rules use that. An op of the backward pass that reads nothing of it (what is
-    computed again, constants) gets the depth of its first reader. An edge between ops of different
+    well, and three rules use that. An op that waits for nothing (of the backward pass and reads
+    nothing of it, as what is computed again; random numbers) gets the depth of its first reader. An
+    edge between ops of different
     parts (updates of different modules, ops pinned to different devices) raises the depth. A
     component of more than `MAX_MEMBERS` ops is cut in topological order.
 
@@ -65,6 +66,7 @@ class _Finder:
         producer = graph.producer
         self._makers = [sorted({producer[t] for t in op.inputs}) for op in graph.ops]
         self.repeated = self._find_repeated()
+        self._root = self._roots()
         self._depth = self._depths()
         self._delay()
 
@@ -79,11 +81,28 @@ class _Finder:
         }
         for index, op in enumerate(graph.ops):
             is_creator = op.is_fusible and not op.inputs
+            is_creator |= op.is_view and all(m in found for m in self._makers[index])
             is_small = (op.is_fusible or op.is_view) and self._is_small(op)
             if is_creator or (is_small and all(m in free for m in self._makers[index])):
                 free.add(index)
                 found.add(index)
         return found
+
+    def _roots(self) -> list[int]:
+        """The op that owns the memory of each op's outputs."""
+        graph = self._graph
+        root = list(range(len(graph.ops)))
+        for index, op in enumerate(graph.ops):
+            if op.is_view:
+                root[index] = root[graph.producer[op.alias_of]]
+        return root
+
+    def _may_join(self, index: int) -> bool:
+        """Whether an op can be a member: views of sources stay outside, so that kernels do not
+        depend on which part of them is read."""
+        op = self._graph.ops[index]
+        is_inside = op.is_view and not self._graph.ops[self._root[index]].is_source
+        return (op.is_fusible or is_inside) and index not in self.repeated
 
     def _is_small(self, op: Op) -> bool:
         tensors = self._graph.tensors
@@ -105,31 +124,41 @@ class _Finder:
         return depth
 
     def _delay(self) -> None:
-        """Bring ops of the backward pass that need nothing of it to their first reader."""
+        """Bring ops that wait for nothing to their first reader."""
         graph, depth = self._graph, self._depth
         readers: list[list[int]] = [[] for _ in graph.ops]
-        needs_backward = [False] * len(graph.ops)
         for index, makers in enumerate(self._makers):
             for maker in makers:
                 readers[maker].append(index)
-                is_own = graph.ops[maker].stage == "backward"
-                needs_backward[index] |= needs_backward[maker] or (
-                    is_own and not (graph.ops[maker].is_fusible or graph.ops[maker].is_view)
-                )
         kept = {graph.producer[result.tensor] for result in graph.results}
+        may_wait = self._may_wait()
         for index in reversed(range(len(graph.ops))):
-            op = graph.ops[index]
-            may_wait = op.stage == "backward" and (op.is_fusible or op.is_view)
-            if may_wait and not needs_backward[index] and index not in kept and readers[index]:
+            if may_wait[index] and index not in kept and readers[index]:
                 latest = min(depth[r] - self._rise(index, r) for r in readers[index])
                 depth[index] = max(depth[index], latest)
 
+    def _may_wait(self) -> list[bool]:
+        """Whether each op is fusible (or a view) and is of the backward pass but reads nothing of
+        it, or reads nothing but what is made anew or comes with the batch as scalars."""
+        graph = self._graph
+        in_backward = [False] * len(graph.ops)
+        is_free = [False] * len(graph.ops)
+        found = [False] * len(graph.ops)
+        for index, op in enumerate(graph.ops):
+            makers = self._makers[index]
+            in_backward[index] = any(in_backward[m] for m in makers) or (
+                op.stage == "backward" and not (op.is_fusible or op.is_view)
+            )
+            is_free[index] = op.role == "scalar" or (
+                (op.is_fusible or op.is_view)
+                and all(is_free[m] or m in self.repeated for m in makers)
+            )
+            is_late = op.stage == "backward" and not in_backward[index]
+            found[index] = (op.is_fusible or op.is_view) and (is_late or is_free[index])
+        return found
+
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        members = [
-            index
-            for index, op in enumerate(self._graph.ops)
-            if (op.is_fusible or op.is_view) and index not in self.repeated
-        ]
+        members = [index for index in range(len(self._graph.ops)) if self._may_join(index)]
         label = {index: (self._depth[index], 0) for index in members}
         found = self._components(members, label)
         for component in found:
