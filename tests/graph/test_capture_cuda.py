@@ -108,3 +108,27 @@ def test_gpu_generator_is_unchanged() -> None:
     capture(model, (x, y), xent, torch.optim.Adam(model.parameters(), lr=0.1))
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert torch.cuda.memory_allocated() == held
+
+
+class Draws(nn.Module):
+    """Random numbers of all kinds that are drawn by counters."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        numbers = [torch.rand_like(x, dtype=d) for d in (torch.float32, torch.float64, x.dtype)]
+        mask = torch.native_dropout(x * 1, 0.3, True)[1]
+        ranged = torch.empty_like(x, dtype=torch.float32).uniform_(-1, 3)
+        return *numbers, mask, torch.bernoulli(numbers[0]), ranged
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_counters_give_the_numbers_of_the_cpu(compiled: bool) -> None:
+    """Equal in every bit, also by kernels that Inductor makes."""
+    found = []
+    for device in ("cpu", "cuda"):
+        x = torch.ones(300, 70, dtype=torch.bfloat16, device=device)
+        program = capture(Draws(), x, fuse=True).program
+        assert not program.random_ops
+        keys = [torch.tensor(key, dtype=torch.int32, device=device) for key in (-123456789, 77)]
+        run = torch.compile(program.module) if compiled and device == "cuda" else program.module
+        found.append([made.cpu() for made in run(x, *keys)])
+    assert all(map(torch.equal, *found))
