@@ -11,8 +11,8 @@ import pytest
 from devplace.cost import CostTable
 from devplace.errors import InputError, ProblemError
 from devplace.graph import Op
+from devplace.graph.patterns import matches
 from devplace.problem import Placement, Problem
-from devplace.problem.problem import matches
 from devplace.testing import hand_machine, hand_placement, hand_problem
 
 TEXT = """

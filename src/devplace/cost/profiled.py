@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Profiled:
         calls, extremes = op_calls(graph, cold), extreme_calls(graph) if fast else {}
         compute_ns, workspace = table.compute_ns.copy(), workspaces(graph)
         warm_ns, cold_ns = compute_ns.copy(), compute_ns.copy()
-        notes: list[str] = []
+        notes = _prepared(graph, machine, self.skip)
         done: dict[str, Priced] = {}
         kernels = np.zeros(compute_ns.shape, np.bool_)
         for column, device in enumerate(machine.devices):
@@ -122,6 +123,26 @@ class Profiled:
         threads = self.cpu_threads or (1 if several else torch.get_num_threads())
         place = f"{device.model}|torch {torch.__version__}|{threads} threads"
         return place, lambda call: time_on_cpu(call, threads)
+
+
+def _prepared(graph: OpGraph, machine: Machine, skip: Sequence[str]) -> list[str]:
+    """Compile fused ops before anything is timed; gives what the user should know."""
+    if not any(op.members for op in graph.ops):
+        return []
+    from devplace.kernels.prepare import prepare
+
+    kind = graph.program.device
+    names = [d.name for d in machine.devices if d.name not in skip and d.kind == "gpu"]
+    done = prepare(graph, _present(names) if kind == "cuda" else ["cpu"])
+    return list(done.notes)
+
+
+def _present(names: Sequence[str]) -> list[str]:
+    """Those that are CUDA devices of this computer."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [name for name in names if name in {f"cuda:{k}" for k in range(count)}]
 
 
 def _cuda_timer(device: Device) -> tuple[str, Timer] | None:

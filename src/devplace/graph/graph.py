@@ -100,6 +100,11 @@ class Op(msgspec.Struct, frozen=True):
         return self.stage == "source"
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        """What it calls: its target, or those of its members."""
+        return tuple(member.target for member in self.members) or (self.target,)
+
+    @property
     def is_view(self) -> bool:
         """Whether its outputs share another tensor's storage."""
         return self.alias_of >= 0

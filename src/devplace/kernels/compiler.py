@@ -7,7 +7,9 @@ kernels that its own caches hold in binary form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -36,13 +38,14 @@ def why_no_compiler(device_type: str) -> str:
         from torch.utils._triton import has_triton
 
         return "" if has_triton() else "triton is not installed, or knows no such GPU"
-    from torch._inductor import exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    with _quiet():
+        from torch._inductor import exc
+        from torch._inductor.cpp_builder import get_cpp_compiler
 
-    try:
-        get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
-        return "there is no C++ compiler"
+        try:
+            get_cpp_compiler()
+        except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+            return "there is no C++ compiler"
     return ""
 
 
@@ -52,23 +55,9 @@ def compile_source(call: FusedCall, signature: Signature) -> str:
     Raises:
         ExecutionError: The compiler refuses the group.
     """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    device = torch.device(signature.device)
-    mode = FakeTensorMode(shape_env=ShapeEnv())
     try:
-        with config.patch(OPTIONS), torch.no_grad(), _current(device):
-            with mode:
-                inputs = [_fake(layout, device) for layout in signature.layouts]
-                graph = _traced(call, device, inputs)
-                _write_over(graph, signature)
-            with V.set_fake_mode(mode), tracing(TracingContext(mode)):
-                made = compile_fx_inner(graph, inputs, is_inference=True)
+        with _quiet():
+            made = _compiled(call, signature)
     except Exception as error:  # whatever a compiler raises
         raise ExecutionError(_reason(error)) from error
     if getattr(made, "constants", None):
@@ -79,21 +68,49 @@ def compile_source(call: FusedCall, signature: Signature) -> str:
     return source
 
 
+def _compiled(call: FusedCall, signature: Signature) -> Any:
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    device = torch.device(signature.device)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with config.patch(OPTIONS), torch.no_grad(), _current(device):
+        with mode:
+            inputs = [_fake(layout, device) for layout in signature.layouts]
+            graph = _traced(call, device, inputs)
+            _write_over(graph, signature)
+        with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+            return compile_fx_inner(graph, inputs, is_inference=True)
+
+
 def load(source: str) -> Function:
     """The function of a compiled group; binaries that are in no cache are made.
 
     Raises:
         ExecutionError: They cannot be made or loaded.
     """
-    from torch._inductor import config
-    from torch._inductor.codecache import PyCodeCache
-
     try:
-        with config.patch(OPTIONS):
-            function: Function = PyCodeCache.load(source).call
+        with _quiet():
+            from torch._inductor import config
+            from torch._inductor.codecache import PyCodeCache
+
+            with config.patch(OPTIONS):
+                function: Function = PyCodeCache.load(source).call
     except Exception as error:
         raise ExecutionError(_reason(error)) from error
     return function
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that importing and using the compiler gives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _current(device: Any) -> Any:

@@ -46,6 +46,19 @@ class Prepared(NamedTuple):
     refused: int
     seconds: float
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know."""
+        found = []
+        if self.compiled:
+            found.append(f"{self.compiled} kernels were compiled in {self.seconds:.1f} s")
+        if self.refused:
+            found.append(
+                f"{self.refused} of {self.kernels} groups of ops could not be compiled: their ops "
+                f"run one by one"
+            )
+        return tuple(found)
+
 
 class Job(NamedTuple):
     """A kernel to compile."""

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from devplace.cost import CostTable
 from devplace.errors import ProblemError
-from devplace.graph import Op, OpGraph
+from devplace.graph import OpGraph
+from devplace.graph.patterns import matches
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.names import resolve_device
@@ -248,24 +249,6 @@ class Problem:
         return found
 
 
-def matches(pattern: str, op: Op) -> bool:
-    """Whether a pin pattern names this op: by its module path, a path above it, or its name.
-
-    Example:
-        >>> op = Op(name="mm_3", target="aten.mm.default", module="encoder.layers.0.fc")
-        >>> [matches(p, op) for p in ("encoder", "encoder.*", "enc", "*.fc", "mm_3", "")]
-        [True, True, False, True, True, True]
-    """
-    if pattern in ("", op.name) or fnmatch.fnmatchcase(op.name, pattern):
-        return True
-    path = op.module
-    while path:
-        if path == pattern or fnmatch.fnmatchcase(path, pattern):
-            return True
-        path = path.rpartition(".")[0]
-    return False
-
-
 def _allowed_devices(problem: Problem) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
     machine, tasks = problem.machine, problem.core.tasks
     usable = np.zeros(len(machine.devices), bool)
@@ -280,7 +263,8 @@ def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:
     tasks = problem.core.tasks
     tasks_of: dict[str, list[int]] = {}
     for task, op_index in enumerate(tasks.task_op):
-        tasks_of.setdefault(problem.graph.ops[op_index].target, []).append(task)
+        for target in problem.graph.ops[op_index].targets:
+            tasks_of.setdefault(target, []).append(task)
     for index, device in enumerate(problem.machine.devices):
         for target, found in tasks_of.items():
             if any(fnmatch.fnmatchcase(target, p) for p in device.unsupported_ops):

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from devplace.problem.problem import matches
+from devplace.graph.patterns import matches
 from devplace.report.fallback import Fallback, fallbacks
 from devplace.report.limits import Limits, find_limits, limits_text
 from devplace.simulator import Timeline

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.problem.problem import matches
+from devplace.graph.patterns import matches
 from devplace.simulator import Timeline
 from devplace.units import NS_PER_MS
 

@@ -13,10 +13,11 @@ import torch.utils._pytree as pytree
 from devplace.errors import ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.program import Constant
+from devplace.kernels.prepare import prepare
 from devplace.run.captured import CapturedFacts, SharedValues
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import StepOutcome
-from devplace.run.executors import Executor, make_executor
+from devplace.run.executors import Executor, make_executor, used_devices
 from devplace.run.inputs import bind_inputs, bind_scalars, require_values
 from devplace.run.mailbox import CopyFunction
 from devplace.run.schedule import make_schedule
@@ -71,6 +72,7 @@ def compile_step(
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
+    prepare(graph, used_devices(schedule))
     executor = make_executor(
         schedule, seed, copy, keeps_old_state, waits, predicted_bytes, staged_pairs
     )

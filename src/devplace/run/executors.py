@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import CpuExecutor, StepOutcome
 from devplace.run.mailbox import CopyFunction
-from devplace.run.schedule import Schedule
+from devplace.run.schedule import Schedule, is_cpu
 
 
 class Executor(Protocol):
@@ -70,6 +70,15 @@ def make_executor(
     return CudaExecutor(
         schedule, seed, waits=waits, predicted_bytes=predicted_bytes, staged_pairs=staged_pairs
     )
+
+
+def used_devices(schedule: Schedule) -> list[str]:
+    """torch devices that a schedule's ops run on."""
+    names = zip(schedule.device_names, schedule.instructions, strict=True)
+    used = [name for name, some in names if some]
+    if not runs_on_cuda(schedule):
+        return ["cpu"]
+    return list(dict.fromkeys("cpu" if is_cpu(name) else name for name in used))
 
 
 def runs_on_cuda(schedule: Schedule) -> bool:

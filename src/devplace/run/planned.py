@@ -14,8 +14,8 @@ from devplace.run.check import CheckReport, check
 from devplace.run.compile import Step, compile_step
 
 _MADE_FOR = (
-    "Give the model, batch, loss, optimizer, micro_batches, clip_grad_norm, autocast and "
-    "stack_gradients that it was made for, or plan again."
+    "Give the model, batch, loss, optimizer, micro_batches, clip_grad_norm, autocast, "
+    "stack_gradients and fuse that it was made for, or plan again."
 )
 
 
@@ -31,7 +31,8 @@ def compile(
     micro_batches: int = 1,
     clip_grad_norm: float | None = None,
     autocast: Any = None,
-    stack_gradients: bool = False,
+    stack_gradients: bool | None = None,
+    fuse: bool = False,
     seed: int = 0,
     waits: bool = True,
     staged_pairs: frozenset[tuple[str, str]] = frozenset(),
@@ -47,7 +48,7 @@ def compile(
         example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
             again: for a plan from a file, or for another loss function or other options than those
             of the plan's own graph.
-        clip_grad_norm, autocast, stack_gradients: Likewise.
+        clip_grad_norm, autocast, stack_gradients, fuse: Likewise.
         seed: Fixes all random numbers, whatever the placement.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used; their
@@ -69,6 +70,7 @@ def compile(
         "clip_grad_norm": clip_grad_norm,
         "autocast": autocast,
         "stack_gradients": stack_gradients,
+        "fuse": fuse,
     }
     if graph is None and found is not None and _is_other(found, loss_fn, options):
         found = None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from devplace.graph import Op, OpGraph
+from devplace.graph import Member, Op, OpGraph
 from devplace.graph.overwrite import overwritten_sources
 from devplace.machine import Device, Machine
 
@@ -178,10 +178,14 @@ def _unpinned(
 
 
 def _is_pinned_by(pattern: str, op: Op) -> bool:
-    """By name, module, or a module above it."""
-    parts = op.module.split(".") if op.module else []
-    paths = [".".join(parts[: n + 1]) for n in range(len(parts))]
-    return not pattern or any(fnmatch.fnmatchcase(name, pattern) for name in (op.name, *paths))
+    """By name, module, or a module above it; of a fused op by those of any member."""
+    named: tuple[Op | Member, ...] = (op, *op.members)
+    for one in named:
+        parts = one.module.split(".") if one.module else []
+        paths = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        if not pattern or any(fnmatch.fnmatchcase(name, pattern) for name in (one.name, *paths)):
+            return True
+    return False
 
 
 def _all_beside(v: int, groups: Sequence[set[int]]) -> set[int]:
@@ -195,7 +199,10 @@ def _all_beside(v: int, groups: Sequence[set[int]]) -> set[int]:
 
 
 def _can_run(place: Device, op: Op) -> bool:
-    return not any(fnmatch.fnmatchcase(op.target, pattern) for pattern in place.unsupported_ops)
+    calls = [member.target for member in op.members] or [op.target]
+    return not any(
+        fnmatch.fnmatchcase(call, pattern) for call in calls for pattern in place.unsupported_ops
+    )
 
 
 def meant_device(machine: Machine, name: str | int) -> str:

@@ -37,6 +37,7 @@ from devplace.graph.capture.step import Input, Request, Step
 from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.capture.values import is_array, shown
+from devplace.graph.fusion import fuse as fuse_graph
 from devplace.graph.graph import OpGraph
 from devplace.graph.program import RANDOM_KEYS
 
@@ -54,10 +55,10 @@ def capture(
     example_kwargs: Mapping[str, Any] | None = None,
     clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
-    stack_gradients: bool = False,
+    stack_gradients: bool | None = None,
+    fuse: bool = False,
     name: str | None = None,
     device: str | None = None,
-    fuse: bool = False,
     progress: Progress | None = None,
 ) -> OpGraph:
     """Capture one whole step: forward, backward and parameter update as one flat graph.
@@ -84,12 +85,14 @@ def capture(
         autocast: Low-precision dtype of the forward pass (`torch.bfloat16`).
         stack_gradients: Compute the gradient of a weight that is used many times, as in unrolled
             recurrent nets, by one product of all rows instead of one for every use: fewer ops,
-            other rounding than PyTorch's, and what it reads is kept until the last use.
+            other rounding than PyTorch's, and what it reads is kept until the last use. Only where
+            that moves fewer bytes. By default if ops are fused.
+        fuse: Make one op of ops that one compiled kernel can compute (`graph.fusion`): faster, with
+            other rounding than PyTorch's. What is cheap to compute again is not kept for the
+            backward pass, and random numbers are other ones of the same distribution.
         name: Name of the graph; the model's class by default.
         device: torch device type the step is captured for, `cpu` or `cuda`; by default where the
             model is. Wherever the model lies, it stays there.
-        fuse: Draw random numbers by counters, as ops that can be fused; other numbers of the same
-            distribution.
         progress: Called with a stage and the number of nodes traced so far.
 
     Returns:
@@ -110,14 +113,15 @@ def capture(
             clip_grad_norm,
             autocast,
             device,
-            stack_gradients,
+            fuse if stack_gradients is None else stack_gradients,
             fuse,
         )
         step, gm = _traced(request, progress)
         meta = _meta(request, micro_batches)
-        if not stack_gradients:
+        if not request.stack_gradients:
             meta["spared_by_stacking"] = num_spared_products(gm.graph)
-        return to_graph(gm, step, name or type(model).__name__, meta)
+        graph = to_graph(gm, step, name or type(model).__name__, meta)
+        return fuse_graph(graph) if fuse else graph
 
 
 def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx.GraphModule]:

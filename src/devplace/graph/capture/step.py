@@ -64,7 +64,7 @@ class Request:
         loss_fn: As the user gave it.
         adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
         stack_gradients: Whether products of a weight's gradient are stacked.
-        fuse: Whether random numbers are drawn by counters, so that they can be fused.
+        fuse: Whether the step is made ready to be fused.
     """
 
     model: torch.nn.Module

@@ -78,6 +78,10 @@ def has_cpu_form(target: Any) -> bool:
     """Whether torch can run an op's target on a CPU; plain Python functions are taken to."""
     import torch
 
+    from devplace.graph.fusion.call import FusedCall
+
+    if isinstance(target, FusedCall):
+        return all(has_cpu_form(node.target) for node in target.graph.nodes)
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(target.name(), "CPU"))
