@@ -50,6 +50,29 @@ _NO_ARITHMETIC = frozenset([
     "constant_pad_nd", "roll", "flip", "repeat", "slice_scatter", "select_scatter",
     "slice_backward", "select_backward", "masked_fill", "where", "triu", "tril",
 ])
+# Fusible beside what torch tags as pointwise. What writes places that were read (scatter,
+# index_put, embedding_dense_backward) adds in any order on a GPU, so its kernels stay torch's.
+_FUSIBLE = _NO_ARITHMETIC | frozenset([
+    "sum", "mean", "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "any", "all",
+    "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp",
+    "_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data",
+    "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "_fused_rms_norm",
+    "_fused_rms_norm_backward", "native_batch_norm", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional",
+    "native_batch_norm_backward", "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward",
+    "nll_loss2d_backward", "mse_loss", "mse_loss_backward", "smooth_l1_loss",
+    "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward", "soft_margin_loss",
+    "soft_margin_loss_backward", "binary_cross_entropy", "binary_cross_entropy_backward",
+    "binary_cross_entropy_with_logits", "gelu", "gelu_backward", "silu", "silu_backward",
+    "sigmoid", "sigmoid_backward", "tanh", "tanh_backward", "threshold", "threshold_backward",
+    "hardtanh", "hardtanh_backward", "leaky_relu", "leaky_relu_backward", "elu", "elu_backward",
+    "glu", "glu_backward", "mish_backward", "softplus_backward", "log_sigmoid_forward",
+    "log_sigmoid_backward", "hardswish", "hardswish_backward", "hardsigmoid",
+    "hardsigmoid_backward", "_prelu_kernel", "_prelu_kernel_backward", "rsub", "fill",
+    "native_dropout", "convert_element_type",
+])
+_MISTAKABLE = frozenset([torch.bool, torch.uint8])  # an index of these is a mask
 # fmt: on
 
 
@@ -164,3 +187,45 @@ def reads_rows_only(node: torch.fx.Node) -> bool:
     """Whether the node reads only the picked rows of its first input."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet is not None and packet.__name__ in _GATHERS
+
+
+def is_fusible(node: torch.fx.Node) -> bool:
+    """Whether a compiler can make one kernel of this op and others like it.
+
+    Fusible are ATen's and prims' ops that torch tags as pointwise, and by name reductions,
+    softmaxes, norms, losses, gathers, copies, concatenations and creators (`_FUSIBLE`), on strided
+    tensors of real numbers on one device, of shapes known at capture.
+
+    Not fusible are all others: products, convolutions, attention, recurrent cells, pools, sorts,
+    scans, scatters; random ops; ops that write their inputs, said or unsaid; ops of other
+    libraries. Nor are views and items of several outputs (see `view_bases`): they make nothing
+    and belong to what they read.
+    """
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", None)
+    if node.op != "call_function" or packet is None or target.namespace not in ("aten", "prims"):
+        return False
+    tags = getattr(target, "tags", ())
+    if torch.Tag.pointwise not in tags and packet.__name__ not in _FUSIBLE:
+        return False
+    if mutates(node) or is_random(node) or view_bases(node):
+        return False
+    if target in SILENT_MUTATORS and node.args[5] and node.args[3] is not None:
+        return False
+    indices = node.args[1] if packet.__name__ == "index" else ()
+    if any(i is not None and i.meta["val"].dtype in _MISTAKABLE for i in indices):
+        return False
+    inputs = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
+    return _are_plain(inputs, tensors_in(node.meta.get("val")))
+
+
+def _are_plain(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether there are outputs, and all are strided, real, of fixed shape and on one device."""
+    both = [*inputs, *outputs]
+    return (
+        bool(outputs)
+        and all(t.layout is torch.strided and not t.is_quantized for t in both)
+        and not any(t.dtype.is_complex for t in both)
+        and not any(isinstance(size, torch.SymInt) for t in outputs for size in t.shape)
+        and len({t.device for t in both}) == 1
+    )
