@@ -71,13 +71,15 @@ class Copies:
             reader.replace_input_with(node, made[node])
 
     def _depth(self, reader: Node, value: Node) -> int:
-        """Depth for which a copy is made."""
-        if not self._copied[value].own:
+        """Depth for which a copy is made: the reader's, or that of the first reader of all.
+
+        What an own call reads is written to memory anyway, with all that its maker makes.
+        """
+        made = [v for v in self._readers.made[self._readers.maker(value)] if v in self._copied]
+        if not any(self._copied[each].own for each in made):
             return self._readers.depth[reader]
-        late = [each for each in self._readers.readers[value] if is_late(each)]
-        return min(
-            self._readers.depth[each] - (each not in self._readers.fusible) for each in late
-        )
+        late = [each for v in made for each in self._readers.readers[v] if is_late(each)]
+        return min(self._readers.depth[each] - (each not in self._readers.fusible) for each in late)
 
     def _needed(self, given: list[Node], region: int) -> set[Node]:
         """Ops, items and views that must be copied so that these nodes can be."""
