@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from devplace.graph.capture.cleanup import remove_dead
-from devplace.graph.capture.min_cut import Wanted, is_late
+from devplace.graph.capture.min_cut import Wanted
 from devplace.graph.capture.readers import Readers
 
 Node: TypeAlias = torch.fx.Node
@@ -50,10 +50,9 @@ class Copies:
 
     def make(self) -> None:
         """Copy for every reader in turn, and drop what nothing reads any more."""
-        late = {each for v in self._copied for each in self._readers.readers[v] if is_late(each)}
-        for reader in sorted(late):
+        for reader in sorted({each for want in self._copied.values() for each in want.readers}):
             for value in self._readers.inputs[reader]:
-                if value in self._copied:
+                if value in self._copied and reader in self._copied[value].readers:
                     self._give_copy(reader, value)
         remove_dead(self._graph)
 
@@ -78,8 +77,10 @@ class Copies:
         made = [v for v in self._readers.made[self._readers.maker(value)] if v in self._copied]
         if not any(self._copied[each].own for each in made):
             return self._readers.depth[reader]
-        late = [each for v in made for each in self._readers.readers[v] if is_late(each)]
-        return min(self._readers.depth[each] - (each not in self._readers.fusible) for each in late)
+        wants = [self._copied[each] for each in made]
+        before = [self._readers.depth[each] for want in wants for each in want.fused]
+        before += [self._readers.depth[each] - 1 for want in wants for each in want.own]
+        return min(before)
 
     def _needed(self, given: list[Node], region: int) -> set[Node]:
         """Ops, items and views that must be copied so that these nodes can be."""

@@ -34,8 +34,13 @@ class Wanted:
         own: Own calls. Computed again, it is written once more.
     """
 
-    fused: bool
-    own: bool
+    fused: tuple[Node, ...]
+    own: tuple[Node, ...]
+
+    @property
+    def readers(self) -> tuple[Node, ...]:
+        """All of them."""
+        return self.fused + self.own
 
 
 @dataclass
@@ -88,11 +93,13 @@ class Network:
         if value not in self.values:
             maker, start = self.readers.maker(value), _SOURCE
             if maker in self.region:
-                start = self._node()
                 if maker not in self.ops:
                     self.ops[maker] = self._node()
                     self._todo.append(maker)
-                self.arcs.append((self.ops[maker], start, _UNLIMITED))
+                start = self.ops[maker]
+                if len(self.readers.made[maker]) > 1:
+                    start = self._node()
+                    self.arcs.append((self.ops[maker], start, _UNLIMITED))
             self.values[value] = start, self._node()
             self.arcs.append((*self.values[value], self._cost(value)))
         return self.values[value][1]
@@ -105,9 +112,10 @@ class Network:
             by_rows = all(reads_rows_only(each) for each in readers if each in self.region)
             is_spared = self.is_read(value) or (value.op == "placeholder" and by_rows)
             return 0 if is_spared else size
-        wanted = self.wanted.get(value, Wanted(fused=True, own=False))
+        wanted = self.wanted.get(value)
+        is_fused, is_own = (bool(wanted.fused), bool(wanted.own)) if wanted else (True, False)
         is_written = any(each not in self.region and not is_late(each) for each in readers)
-        return size * (KEPT + (not is_written) + wanted.fused - wanted.own)
+        return size * (KEPT + (not is_written) + is_fused - is_own)
 
     def kept_and_repeated(self, behind: frozenset[int]) -> tuple[set[Node], set[Node]]:
         """Values that a cut keeps, and values that are computed again.
@@ -125,9 +133,14 @@ def is_late(node: Node) -> bool:
     return node.op == "call_function" and node.meta["tag"].stage in ("backward", "update")
 
 
+def is_update(node: Node) -> bool:
+    """Whether an op belongs to the update of parameters and state."""
+    return is_late(node) and node.meta["tag"].stage != "backward"
+
+
 def _repeat_bytes(op: Node) -> int:
     """What it costs to compute an op again beyond reading what it reads once, in bytes moved."""
-    name = op.target.overloadpacket.__name__  # type: ignore[union-attr]
+    name = op.target.overloadpacket.__name__
     first = num_bytes(op.all_input_nodes[0]) if op.all_input_nodes else 0
     if name in _SUMS_OVER_ROWS:
         return first
@@ -142,6 +155,7 @@ def cheapest_cut(arcs: tuple[Arc, ...]) -> frozenset[int]:
             unlimited path from source to sink.
     """
     import networkx as nx
+    from networkx.algorithms.flow import shortest_augmenting_path
 
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
@@ -152,5 +166,6 @@ def cheapest_cut(arcs: tuple[Arc, ...]) -> frozenset[int]:
             network[start][end]["capacity"] += capacity
         else:
             network.add_edge(start, end, capacity=capacity)
-    _, (_, behind) = nx.minimum_cut(network, _SOURCE, _SINK)
+    cut = nx.minimum_cut(network, _SOURCE, _SINK, flow_func=shortest_augmenting_path)
+    _, (_, behind) = cut
     return frozenset(behind)

@@ -15,16 +15,19 @@ from typing import TypeAlias
 import torch
 
 from devplace.graph.capture.copies import Copies
-from devplace.graph.capture.min_cut import Arc, Network, Wanted, cheapest_cut, is_late
+from devplace.graph.capture.min_cut import Arc, Network, Wanted, cheapest_cut, is_late, is_update
 from devplace.graph.capture.readers import Readers, num_bytes
 
 Node: TypeAlias = torch.fx.Node
 
 _SWEEPS = 3  # the second changes little, the third hardly anything
+_MOST_OPS = 300  # of a region; the time of a cut grows with its square
 _MOST_DEPTHS = 2  # of fusible readers of a value; with more it would be computed over and over
 
 
-def recompute(graph: torch.fx.Graph, for_own_calls: bool = False) -> None:
+def recompute(
+    graph: torch.fx.Graph, for_own_calls: bool = False, spans_passes: bool = False
+) -> None:
     """Let the backward pass compute forward values again rather than read kept ones.
 
     A value that the backward pass reads is computed again if that keeps fewer bytes of forward
@@ -36,10 +39,12 @@ def recompute(graph: torch.fx.Graph, for_own_calls: bool = False) -> None:
         graph: A captured step, functional and clean, with `val` and `tag` of every node.
         for_own_calls: Compute also again what products, convolutions and other own calls of the
             backward pass read. That keeps less and runs longer: a kernel more for each.
+        spans_passes: Whether one kernel may hold fusible ops of both passes. Then a fusible reader
+            as deep as the value that it reads needs no copy: nothing is kept for it.
 
     Complexity: Linear, and one small cut for each kind of region.
     """
-    _Recompute(graph, for_own_calls).run()
+    _Recompute(graph, for_own_calls, spans_passes).run()
 
 
 class _Recompute:
@@ -55,9 +60,10 @@ class _Recompute:
         pinned: Values that ops read in any case after the forward pass, or that are results.
     """
 
-    def __init__(self, graph: torch.fx.Graph, for_own_calls: bool) -> None:
+    def __init__(self, graph: torch.fx.Graph, for_own_calls: bool, spans_passes: bool) -> None:
         self.graph = graph
         self.for_own_calls = for_own_calls
+        self.spans_passes = spans_passes
         self.readers = Readers(graph)
         self.regions = _regions(self.readers)
         self.region = {op: k for k, ops in enumerate(self.regions) for op in ops}
@@ -73,18 +79,19 @@ class _Recompute:
     def _sort_value(self, value: Node, readers: Iterable[Node]) -> None:
         """See whether a value is wanted by the backward pass as it is or as a copy."""
         late = [each for each in readers if is_late(each)]
-        fused = [each for each in late if each in self.readers.fusible]
-        is_result = any(each.op == "output" for each in readers)
-        is_update = any(each.meta["tag"].stage == "update" for each in late)
-        has_own = len(fused) < len(late)
-        depths = {self.readers.depth[each] for each in fused}
-        is_fixed = is_result or is_update or (has_own and not self.for_own_calls)
+        fused = tuple(each for each in late if each in self.readers.fusible)
+        own = tuple(each for each in late if each not in self.readers.fusible)
         region = self.region.get(self.readers.maker(value))
-        if is_fixed or region is None or len(depths) > _MOST_DEPTHS:
-            if late or is_result:
+        depth = self.readers.depth
+        if self.spans_passes and region is not None:
+            fused = tuple(each for each in fused if depth[each] != depth[value])
+        is_fixed = any(each.op == "output" or is_update(each) for each in readers)
+        is_fixed |= bool(own) and not self.for_own_calls
+        if region is None or is_fixed or len({depth[each] for each in fused}) > _MOST_DEPTHS:
+            if late or is_fixed:
                 self.pinned.add(value)
-        elif late:
-            self.wanted[region][value] = Wanted(bool(fused), has_own)
+        elif fused or own:
+            self.wanted[region][value] = Wanted(fused, own)
 
     def run(self) -> None:
         """Find what is best for each region given the others, until nothing changes; then copy."""
@@ -133,7 +140,7 @@ class _Recompute:
 
 
 def _regions(readers: Readers) -> list[set[Node]]:
-    """Connected fusible forward ops of equal depth."""
+    """Connected fusible forward ops of equal depth; very large ones in pieces."""
     parent: dict[Node, Node] = {}
 
     def find(op: Node) -> Node:
@@ -152,7 +159,11 @@ def _regions(readers: Readers) -> list[set[Node]]:
         for maker in makers:
             if maker in parent and readers.depth[maker] == readers.depth[op]:
                 parent[find(maker)] = find(op)
-    regions: dict[Node, set[Node]] = defaultdict(set)
+    regions: dict[Node, list[Node]] = defaultdict(list)
     for op in parent:
-        regions[find(op)].add(op)
-    return list(regions.values())
+        regions[find(op)].append(op)
+    return [
+        set(ops[k : k + _MOST_OPS])
+        for ops in regions.values()
+        for k in range(0, len(ops), _MOST_OPS)
+    ]
