@@ -257,6 +257,14 @@ def test_a_hand_made_graph() -> None:
     assert again.meta["tag"] == Tag("backward", "m", 1, "f.py:1", 0)
 
 
+def test_kernels_of_both_passes_need_no_copy() -> None:
+    """With only pointwise ops between them, both passes are one kernel if that may be."""
+    graph = hand_made()
+    before = [node.name for node in graph.nodes]
+    recompute(graph, spans_passes=True)
+    assert [node.name for node in graph.nodes] == before
+
+
 def test_what_must_be_kept_anyway_is_read() -> None:
     """If a product of the backward pass reads the cast, that is kept, and the power comes from it:
     nothing is gained by keeping the product too."""
@@ -272,6 +280,13 @@ def test_what_must_be_kept_anyway_is_read() -> None:
     again = [n for n in graph.nodes if n.target is aten.exp.default][1]
     assert again.args[0] is cast
     assert late.args == (cast, cast)
+
+
+def smallest_of(sets: list[frozenset[int]]) -> frozenset[int]:
+    """The one set that all others contain."""
+    smallest = min(sets, key=len)
+    assert all(smallest <= each for each in sets)
+    return smallest
 
 
 @settings(max_examples=60, deadline=None)
@@ -296,13 +311,6 @@ def test_cheapest_cut_by_brute_force(data: st.DataObject) -> None:
     assert cheapest_cut(arcs) == smallest_of(best)
 
 
-def smallest_of(sets: list[frozenset[int]]) -> frozenset[int]:
-    """The one set that all others contain."""
-    smallest = min(sets, key=len)
-    assert all(smallest <= each for each in sets)
-    return smallest
-
-
 def test_two_outputs_of_one_op() -> None:
     """A layer norm is computed again as a whole; items that are not read are not made."""
     graph = captured(mlp(), {}, True)
@@ -314,3 +322,23 @@ def test_two_outputs_of_one_op() -> None:
     ]
     assert len(copies) == 1
     assert all(user.target is operator.getitem for user in copies[0].users)
+
+
+def test_large_regions_are_cut_in_pieces() -> None:
+    """1200 pointwise ops in a row, whose values the backward pass reads: numbers stay, and from
+    each piece less is kept."""
+
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = y = self.first(x)
+            for _ in range(300):
+                y = torch.sigmoid(y * x) + torch.tanh(y)
+            return y.mean()
+
+    torch.manual_seed(0)
+    before, after = check((Long(), (torch.randn(3, 4),), lambda m, x: m(x)), {}, False)
+    assert after < before / 50

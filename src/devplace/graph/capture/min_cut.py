@@ -14,7 +14,9 @@ from devplace.graph.capture.readers import Readers, num_bytes
 Node: TypeAlias = torch.fx.Node
 Arc: TypeAlias = tuple[int, int, int]  # from, to, capacity
 
-# A byte kept until the backward pass weighs as much as this many bytes moved.
+# A byte kept until the backward pass weighs as much as this many bytes moved. Of no great weight:
+# 2 to 16 keep the same of GPT-2 and BERT-large under autocast; 1 computes nothing again for own
+# calls (kept and moved bytes of captured steps, torch 2.13).
 KEPT = 4
 _SOURCE, _SINK, _UNLIMITED = 0, 1, -1
 # A kernel that repeats these reads their input twice: once to sum over rows, once to use the sum.
