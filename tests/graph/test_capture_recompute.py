@@ -145,6 +145,15 @@ def test_under_autocast_log_softmax_is_not_kept() -> None:
     assert again[0].module == again[1].module
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_loss_is_not_computed_again(micro_batches: int) -> None:
+    """Sums that are a few bytes long are kept, though what they sum up is computed again."""
+    options = {"autocast": torch.bfloat16, "micro_batches": micro_batches}
+    graph = captured(gpt(), options, True)
+    losses = [op for op in graph.ops if op.target == "aten.nll_loss_forward.default"]
+    assert [op.stage for op in losses] == ["forward"] * micro_batches
+
+
 def test_for_own_calls_keeps_less() -> None:
     """What products read is computed again only if that is asked for."""
     case = mlp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,6 +25,8 @@ _SUMS_OVER_ROWS = frozenset(
 )
 # A kernel that repeats these has the row at hand, but works on it twice.
 _SUMS_WITHIN_ROWS = frozenset(["native_layer_norm", "native_group_norm", "_fused_rms_norm"])
+# So do those whose output is so many times smaller than their input; a cast to bool is 2 to 8.
+_FEWER = 8
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,14 @@ def is_update(node: Node) -> bool:
 
 def _repeat_bytes(op: Node) -> int:
     """What it costs to compute an op again beyond reading what it reads once, in bytes moved."""
-    name = op.target.overloadpacket.__name__
-    first = num_bytes(op.all_input_nodes[0]) if op.all_input_nodes else 0
+    target: Any = op.target
+    name = target.overloadpacket.__name__
+    reads_little = reads_rows_only(op) or not op.all_input_nodes
+    first = 0 if reads_little else num_bytes(op.all_input_nodes[0])
     if name in _SUMS_OVER_ROWS:
         return first
-    return first // 4 if name in _SUMS_WITHIN_ROWS else 0
+    is_reduction = num_bytes(op) < first // _FEWER
+    return first // 4 if is_reduction or name in _SUMS_WITHIN_ROWS else 0
 
 
 def cheapest_cut(arcs: tuple[Arc, ...]) -> frozenset[int]:
