@@ -21,7 +21,7 @@ def clean(graph: torch.fx.Graph) -> None:
     _simplify_dropout(graph)
     _join_counters(graph)
     _merge_equal(graph)
-    _remove_dead(graph)
+    remove_dead(graph)
 
 
 def drop_last_results(graph: torch.fx.Graph, count: int) -> None:
@@ -29,7 +29,7 @@ def drop_last_results(graph: torch.fx.Graph, count: int) -> None:
     output = _output(graph)
     given: Any = output.args[0]
     output.args = (given[: len(given) - count],)
-    _remove_dead(graph)
+    remove_dead(graph)
 
 
 def _output(graph: torch.fx.Graph) -> Node:
@@ -159,7 +159,7 @@ def _merge_equal(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _remove_dead(graph: torch.fx.Graph) -> None:
+def remove_dead(graph: torch.fx.Graph) -> None:
     """Remove unused nodes; random ones stay, so that later draws are those of eager."""
     for node in reversed(list(graph.nodes)):
         removable = node.op == "get_attr" or (
