@@ -71,6 +71,7 @@ class Op(msgspec.Struct, frozen=True):
         is_random: Whether it draws random numbers.
         workspace_bytes: Extra memory held while it runs.
         is_fusible: Whether a compiler can compute it in one kernel with its neighbours.
+        pays_alone: Whether a compiled kernel is faster than PyTorch's even for it alone.
         members: Of a fused op, what it computes, in order; module and line are those of the member
             that makes most of it.
     """
@@ -92,6 +93,7 @@ class Op(msgspec.Struct, frozen=True):
     is_random: bool = False
     workspace_bytes: int = 0
     is_fusible: bool = False
+    pays_alone: bool = False
     members: tuple[Member, ...] = ()
 
     @property

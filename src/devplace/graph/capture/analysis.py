@@ -76,6 +76,20 @@ _MISTAKABLE = frozenset([torch.bool, torch.uint8])  # an index of these is a mas
 # fmt: on
 
 
+def pays_alone(node: torch.fx.Node) -> bool:
+    """Whether a fusible op is worth a compiled kernel of its own: it turns dimensions around, joins
+    tensors, or adds up, for which PyTorch's kernels reach a third of a GPU's bandwidth."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is None:
+        return False
+    if packet.__name__ in ("sum", "cat", "constant_pad_nd"):
+        return True
+    made = node.meta["val"]
+    if packet.__name__ not in ("clone", "_to_copy") or not isinstance(made, torch.Tensor):
+        return False
+    return any(n.meta["val"].stride() != made.stride() for n in node.all_input_nodes)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors of a node's value."""
     if isinstance(value, torch.Tensor):

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.batch import make_batch, refuse_whole_target
+from devplace.graph.capture.channels_last import lay_channels_last
 from devplace.graph.capture.chunk_loss import is_sum
 from devplace.graph.capture.cleanup import clean, drop_last_results
 from devplace.graph.capture.convert import to_graph
@@ -20,6 +21,8 @@ from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
+from devplace.graph.capture.padding import pad_products
+from devplace.graph.capture.recompute import recompute
 from devplace.graph.capture.refuse import (
     explain,
     refuse_hidden_state,
@@ -302,11 +305,21 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         stack(gm.graph)
         clean(gm.graph)
     if step.request.fuse:
-        if draw_by_counter(gm.graph):
-            step.inputs.append(Input("scalar", RANDOM_KEYS))
-        clean(gm.graph)
+        _make_fusible(gm.graph, step)
     refuse_replaced_variables(gm, step)
     return gm
+
+
+def _make_fusible(graph: torch.fx.Graph, step: Step) -> None:
+    """Rewrite what would stand in the way of fast kernels."""
+    if draw_by_counter(graph):
+        step.inputs.append(Input("scalar", RANDOM_KEYS))
+    if step.request.device_type == "cuda":
+        pad_products(graph)
+        lay_channels_last(graph, step.inputs)
+    clean(graph)
+    recompute(graph, spans_passes=True)
+    clean(graph)
 
 
 def _fakes(step: Step) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from devplace.graph.capture.analysis import (
     is_fusible,
     is_random,
     mutates,
+    pays_alone,
     reads_rows_only,
     view_bases,
 )
@@ -211,6 +212,7 @@ class _Builder:
             micro_batch=tag.micro_batch,
             is_random=random,
             is_fusible=base < 0 and is_fusible(node),
+            pays_alone=base < 0 and is_fusible(node) and pays_alone(node),
         )
 
 

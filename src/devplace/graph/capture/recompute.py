@@ -101,8 +101,8 @@ class _Recompute:
         Copies(self.graph, self.readers, self.region, self.wanted, self.repeated).make()
 
     def _is_kept_elsewhere(self, region: int, value: Node) -> bool:
-        if value in self.pinned or value.op == "placeholder":
-            return True
+        if value in self.pinned or not self.readers.inputs[self.readers.maker(value)]:
+            return True  # sources are there, constants are made where they are read
         return self.holders[value] > (value in self.kept[region])
 
     def _is_read(self, value: Node) -> bool:
@@ -157,7 +157,8 @@ def _regions(readers: Readers) -> list[set[Node]]:
             continue
         parent[op] = op
         for maker in makers:
-            if maker in parent and readers.depth[maker] == readers.depth[op]:
+            is_constant = not readers.inputs[maker]
+            if maker in parent and not is_constant and readers.depth[maker] == readers.depth[op]:
                 parent[find(maker)] = find(op)
     regions: dict[Node, list[Node]] = defaultdict(list)
     for op in parent:

@@ -191,6 +191,7 @@ def _renumbered(op: Op, tensor_of: Mapping[int, int]) -> Op:
         outputs=tuple(tensor_of[t] for t in op.outputs),
         alias_of=tensor_of[op.alias_of] if op.is_view else -1,
         is_fusible=False,
+        pays_alone=False,
     )
 
 

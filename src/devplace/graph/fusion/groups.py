@@ -46,8 +46,8 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
     well, and three rules use that. An op that waits for nothing (of the backward pass and reads
     nothing of it, as what is computed again; random numbers) gets the depth of its first reader. An
     edge between ops of different
-    parts (updates of different modules, ops pinned to different devices) raises the depth. A
-    component of more than `MAX_MEMBERS` ops is cut in topological order.
+    parts (updates of different modules, micro-batches, ops pinned to different devices) raises the
+    depth. A component of more than `MAX_MEMBERS` ops is cut in topological order.
 
     Args:
         graph: The step; its ops say whether they are fusible.
@@ -62,7 +62,11 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
 class _Finder:
     def __init__(self, graph: OpGraph, part: Part) -> None:
         self._graph = graph
-        self._part = [(part(op), _updated(op)) for op in graph.ops]
+        is_cut = any(op.micro_batch > 0 for op in graph.ops)
+        self._part = [
+            (part(op), _updated(op), op.micro_batch if is_cut and not op.is_source else None)
+            for op in graph.ops
+        ]
         producer = graph.producer
         self._makers = [sorted({producer[t] for t in op.inputs}) for op in graph.ops]
         self.repeated = self._find_repeated()
@@ -189,8 +193,10 @@ class _Finder:
         return list(found.values())
 
     def _is_worth_it(self, component: Sequence[int]) -> bool:
-        """Whether a group does more than one op; a single one has a kernel of its own already."""
-        return sum(not self._graph.ops[index].is_view for index in component) > 1
+        """Whether a group does more than one op; most single ones have good kernels already."""
+        ops = [self._graph.ops[index] for index in component]
+        real = [op for op in ops if not op.is_view]
+        return len(real) > 1 or any(op.pays_alone for op in real)
 
     def _with_repeated(self, component: Sequence[int]) -> tuple[int, ...]:
         """The members, and what is made anew for them."""
