@@ -21,22 +21,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.gpu.timing import GpuLock
-from experiments.gpu.training import FORMATS, Settings
+from experiments.gpu.training import FORMATS, OPTIMIZERS, Settings
 
 LIMITS_S: Mapping[str, float] = {
     "start": 120.0,
     "compile": 300.0,
     "wait": 1800.0,
     "measure": 150.0,  # Inception-V3 compiled: a first step of more than 60 s
-    "optimizer": 60.0,
+    "optimizer": 90.0,
     "session": 900.0,  # of a group of processes, which keeps the other limits itself
 }
 COMPILE_THREADS = 4
+END_S = 20.0
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -60,6 +61,18 @@ class Progress:
     def release(self) -> None:
         """Let others use the GPUs."""
         self._lock.release()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use the GPUs alone, within whatever phase it is; nothing new where they are held."""
+        if self._lock.is_held:
+            yield
+            return
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def write(self, data: Mapping[str, Any]) -> None:
         """Write the result; a later call replaces it."""
@@ -126,7 +139,7 @@ def run_child(
         stale.unlink(missing_ok=True)
     Progress(out).phase("start")
     log = out.with_name(out.name + ".log")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, log.open("w") as output:
+    with cache_folder() as cache, log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, "--out", str(out), "--inside"],
             stdout=output,
@@ -148,8 +161,20 @@ def run_child(
     return reason
 
 
+@contextlib.contextmanager
+def cache_folder() -> Iterator[str]:
+    """Folder of the compiler's caches: empty, so that compile times are cold ones, and gone
+    afterwards; or the one that COMPILE_CACHE names, which is kept."""
+    kept = os.environ.get("COMPILE_CACHE")
+    if kept:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        yield cache
+
+
 def _child_environment(cache: str, gpu: int | None) -> dict[str, str]:
-    """Few threads a process, and an empty compiler cache, so that compile times are cold ones."""
+    """Few threads a process, and the compiler's caches."""
     changes = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -194,7 +219,8 @@ def _end(process: Any) -> None:
     """End a process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the system cannot end
+        process.wait(END_S)
 
 
 def free_memory(device_type: str) -> None:
@@ -232,6 +258,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=Settings("").seconds)
     parser.add_argument("--steps", type=int, default=Settings("").steps)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--compile-limit", type=float, default=LIMITS_S["compile"])
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
 
