@@ -98,18 +98,31 @@ def first_line(error: BaseException) -> str:
 
 
 def provenance(device_type: str) -> dict[str, Any]:
-    """Card, versions and commit."""
+    """Card, cores, versions and commit."""
     import torch
 
     is_cuda = device_type == "cuda"
     return {
         "card": torch.cuda.get_device_name(0) if is_cuda else "cpu",
+        "cards": torch.cuda.device_count() if is_cuda else 0,
+        "driver": _driver() if is_cuda else None,
+        "cores": len(os.sched_getaffinity(0)),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,
         "python": platform.python_version(),
         "commit": os.environ.get("COMMIT") or _commit(),
     }
+
+
+def _driver() -> str | None:
+    """Version of the driver, if its tool is there."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.split()), None)
 
 
 def _commit() -> str | None:
@@ -146,12 +159,12 @@ def run_child(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env=_child_environment(cache, gpu),
+            env=child_environment(cache, gpu),
         )
         try:
             reason = _watch(process, phase_file(out), limits_s)
         finally:
-            _end(process)
+            end(process)
             phase_file(out).unlink(missing_ok=True)
     if reason is None and process.returncode != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -173,7 +186,7 @@ def cache_folder() -> Iterator[str]:
         yield cache
 
 
-def _child_environment(cache: str, gpu: int | None) -> dict[str, str]:
+def child_environment(cache: str, gpu: int | None) -> dict[str, str]:
     """Few threads a process, and the compiler's caches."""
     changes = {
         "PYTHONPATH": os.pathsep.join(
@@ -215,7 +228,7 @@ def overdue(phases: Path, limits_s: Mapping[str, float]) -> str | None:
     return f"phase {name!r} took more than {limits_s[name]:.0f} s"
 
 
-def _end(process: Any) -> None:
+def end(process: Any) -> None:
     """End a process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
