@@ -105,7 +105,8 @@ def provenance(device_type: str) -> dict[str, Any]:
     return {
         "card": torch.cuda.get_device_name(0) if is_cuda else "cpu",
         "cards": torch.cuda.device_count() if is_cuda else 0,
-        "driver": _driver() if is_cuda else None,
+        "driver": _of_cards("driver_version") if is_cuda else None,
+        "uuid": _of_cards("uuid") if is_cuda else None,
         "cores": len(os.sched_getaffinity(0)),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
@@ -115,9 +116,9 @@ def provenance(device_type: str) -> dict[str, Any]:
     }
 
 
-def _driver() -> str | None:
-    """Version of the driver, if its tool is there."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _of_cards(what: str) -> str | None:
+    """What the driver's tool says of the first card, if it is there."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (FileNotFoundError, subprocess.TimeoutExpired):
