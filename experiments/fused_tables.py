@@ -2,7 +2,7 @@
 
 Run: `python experiments/fused_tables.py FOLDER ... [--note TEXT ...]`: writes
 docs/results/gpu_fused.json and .md. Only what was measured on one machine at one commit, a run, is
-compared; of a row that comes several times in a run the last one counts.
+compared; of a row that was timed several times in a run the last one counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from common import RESULTS
 
 MADE = ("card", "cards", "uuid", "cores", "driver", "torch", "cuda", "python", "seed", "commit")
 """What a line says of where and with what it was measured."""
-STEP = ("workload", "number_format", "batch", "optimizer")
+EMPTY = 4
+"""Lines of a table without rows."""
 OURS = ("fused", "plain")
 GROUPS = {
     "DDP": ("ddp-compiled", "ddp-graphs"),
@@ -51,7 +52,9 @@ def collect(folders: list[Path], notes: list[str]) -> dict[str, Any]:
             made = {name: line.pop(name) for name in MADE}
             if made not in runs:
                 runs.append(made)
-            lines[*key, runs.index(made)] = line | {"run": runs.index(made)}
+            place = (*key, runs.index(made))
+            if "ms" in line or place not in lines:
+                lines[place] = line | {"run": place[2]}
     for (row, peer, _), line in lines.items():
         if compile_s[row, peer]:
             line["compile_s"] = compile_s[row, peer]
@@ -129,7 +132,8 @@ def _one_gpu(entries: list[Found]) -> list[str]:
             f"{_ratio(times[0], times[1])} | {_number(ours.get('predicted_ms'))} | {_gb(ours)} | "
             f"{_gb(compiled)} | {_compiling(ours, compiled, tuned)} |"
         )
-    return [*lines, "", "*compiling*: ours, reduce-overhead, max-autotune.", ""]
+    shown = [*lines, "", "*compiling*: ours, reduce-overhead, max-autotune.", ""]
+    return shown if len(lines) > EMPTY else []
 
 
 def _two_gpus(entries: list[Found]) -> list[str]:
@@ -152,7 +156,7 @@ def _two_gpus(entries: list[Found]) -> list[str]:
             f"{first} | {ours.get('micro_batches', '')} | {_number(ours.get('predicted_ms'))} | "
             f"{_ratio(times[0], times[1])} | {alone} | {' | '.join(shown)} |"
         )
-    return [*lines, ""]
+    return [*lines, ""] if len(lines) > EMPTY else []
 
 
 def _missing(rows: list[dict[str, Any]]) -> list[str]:

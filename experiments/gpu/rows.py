@@ -212,7 +212,7 @@ def _watch(process: Any, phases: Path, limits_s: Mapping[str, float]) -> str | N
     while process.poll() is None:
         time.sleep(0.1)
         if time.monotonic() - begin > limits_s.get("all", math.inf):
-            return "ended: no time left for all rows"
+            return f"killed after {limits_s['all']:.0f} s"
         reason = overdue(phases, limits_s)
         if reason is not None:
             return reason
