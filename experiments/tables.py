@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import equal_tables
+import fused_tables
 import gpu_tables
 import learned_tables
 import published_pages
@@ -150,6 +151,7 @@ TABLES = {
     "gpu_plans_2": gpu_tables.gpu_plans,
     "gpu_prediction": gpu_tables.gpu_plans,
     "gpu_one": gpu_tables.gpu_one,
+    "gpu_fused": fused_tables.gpu_fused,
     "gpu_held_back": gpu_tables.gpu_held_back,
     "gpu_memory": gpu_tables.gpu_memory,
     "gpu_rewards": gpu_tables.gpu_rewards,

@@ -9,7 +9,14 @@ import argparse
 from typing import Any
 
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
-from experiments.gpu.training import Settings, bound_loss, build, prepare_torch, sgd, training_step
+from experiments.gpu.training import (
+    Settings,
+    bound_loss,
+    build,
+    make_optimizer,
+    prepare_torch,
+    training_step,
+)
 
 from experiments.gpu import rows
 
@@ -21,7 +28,7 @@ def measure(
     prepare_torch(settings)
     progress.phase("start")
     workload = build(settings)
-    optimizer = sgd(workload.model)
+    optimizer = make_optimizer(settings, workload.model.parameters())
     loss = bound_loss(settings, workload.model, workload.loss_fn, workload.inputs)
     devices = settings.devices()[:1]
     progress.acquire()

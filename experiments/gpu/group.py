@@ -34,10 +34,16 @@ from experiments.gpu import rows
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "ddp-compiled": ("ddp", {"compiled": True}),
+    "ddp-graphs": ("ddp", {"compiled": True, "mode": "reduce-overhead"}),
     "fsdp": ("fsdp", {}),
     "fsdp-mixed": ("fsdp", {"mixed": True}),
+    "fsdp-compiled": ("fsdp", {"compiled": True}),
+    "fsdp-mixed-compiled": ("fsdp", {"mixed": True, "compiled": True}),
     "1f1b-4": ("pipelining", {"schedule": "1f1b", "micro_batches": 4}),
     "1f1b-8": ("pipelining", {"schedule": "1f1b", "micro_batches": 8}),
+    "1f1b-2-compiled": ("pipelining", {"schedule": "1f1b", "micro_batches": 2, "compiled": True}),
+    "1f1b-4-compiled": ("pipelining", {"schedule": "1f1b", "micro_batches": 4, "compiled": True}),
+    "1f1b-8-compiled": ("pipelining", {"schedule": "1f1b", "micro_batches": 8, "compiled": True}),
     "zero-bubble-4": ("pipelining", {"schedule": "zero-bubble", "micro_batches": 4}),
     "zero-bubble-8": ("pipelining", {"schedule": "zero-bubble", "micro_batches": 8}),
     "zbv-4": ("pipelining", {"schedule": "zbv", "micro_batches": 4}),
@@ -114,7 +120,12 @@ def measure_row(group: Group, name: str) -> dict[str, Any]:
 
     if arguments.get("compiled"):
         group.phase("compile")
-        step = prepare(group, before_run=ready, **arguments)
+        if module == "ddp":
+            step = prepare(group, before_run=ready, **arguments)
+        else:  # processes wait for each other between compiling parts
+            step = prepare(group, **arguments)
+            step()
+            ready()
     else:
         group.acquire()
         step = prepare(group, **arguments)

@@ -6,12 +6,13 @@ Run: `python -m experiments.gpu.pipelining WORKLOAD --gpus 4 --number-format bf1
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from experiments.gpu.fsdp import compiled_loss
 from experiments.gpu.stages import blocks_per_stage, head_in_blocks, make_stage
-from experiments.gpu.training import LEARNING_RATE, autocast
+from experiments.gpu.training import autocast, fast_optimizer
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -33,13 +34,20 @@ def owners_of(schedule: str, world: int) -> list[int]:
     return {"1f1b": ranks, "zero-bubble": ranks * 2, "zbv": ranks + ranks[::-1]}[schedule]
 
 
-def prepare(group: Group, schedule: str, micro_batches: int) -> Callable[[], Tensor]:
+def prepare(
+    group: Group,
+    schedule: str,
+    micro_batches: int,
+    compiled: bool = False,
+) -> Callable[[], Tensor]:
     """One training step of the whole batch; the loss is on the rank of the last stage.
 
     Args:
         group: The processes.
         schedule: `1f1b`, `zero-bubble` (interleaved, two stages a rank) or `zbv`.
         micro_batches: Equal parts of the batch.
+        compiled: Compile every stage and the loss; not for schedules that divide the backward
+            pass of a stage, which a compiled one does not let them do.
     """
     workload = group.workload()
     owners = owners_of(schedule, group.world)
@@ -49,17 +57,21 @@ def prepare(group: Group, schedule: str, micro_batches: int) -> Callable[[], Ten
     for part in parts:
         # In place, so that the word embedding that two stages of one rank share stays one.
         part.to(group.device)
-    stages = [
-        PipelineStage(part, index, len(owners), group.device)
-        for part, index in zip(parts, mine, strict=True)
+    whole = [torch.compile(part, dynamic=False) for part in parts] if compiled else parts
+    stages: list[Any] = [
+        PipelineStage(cast(nn.Module, part), index, len(owners), group.device)
+        for part, index in zip(whole, mine, strict=True)
     ]
+    loss = compiled_loss() if compiled else token_cross_entropy
     inputs = [tensor.to(group.device) for tensor in workload.inputs]
-    run = _runner(group, schedule, micro_batches, stages, isinstance(workload.model, Bert), inputs)
+    run = _runner(
+        group, schedule, micro_batches, stages, isinstance(workload.model, Bert), inputs, loss
+    )
     tied = tied_weight(parts)
     ends = sorted({owners[0], owners[-1]})
     pair = dist.new_group(ends) if len(ends) == 2 else None
     parameters = {id(p): p for part in parts for p in part.parameters()}
-    optimizer = torch.optim.SGD(list(parameters.values()), lr=LEARNING_RATE)
+    optimizer = fast_optimizer(group.settings, parameters.values())
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -74,8 +86,10 @@ def prepare(group: Group, schedule: str, micro_batches: int) -> Callable[[], Ten
 
 
 def tied_weight(parts: list[Any]) -> nn.Parameter | None:
-    """The word embedding if this rank has it: first and last stage use one and the same."""
+    """The word embedding if this rank has it and first and last stage use one and the same."""
     for part in parts:
+        if not part.is_tied:
+            return None
         if part.is_first:
             return part.word_embedding.weight
         if part.is_last:
@@ -84,14 +98,20 @@ def tied_weight(parts: list[Any]) -> nn.Parameter | None:
 
 
 def _runner(
-    group: Group, name: str, micro_batches: int, stages: list[Any], is_bert: bool, inputs: Any
+    group: Group,
+    name: str,
+    micro_batches: int,
+    stages: list[Any],
+    is_bert: bool,
+    inputs: Any,
+    loss: Any,
 ) -> Callable[[list[Tensor]], None]:
     """Forward and backward of all micro-batches by a schedule, adding the losses to a list."""
 
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
         # Divided here: `scale_grads` would divide a weight that two stages share twice.
         with autocast(group.settings):
-            return token_cross_entropy(logits, targets) / micro_batches
+            return cast(Tensor, loss(logits, targets)) / micro_batches
 
     schedule: Any
     if name == "1f1b":

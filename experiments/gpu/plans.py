@@ -6,12 +6,13 @@ other constants (`experiments/gpu/predict.py`). Only one process at a time measu
 
 Run: `python -m experiments.gpu.plans WORKLOAD --out FOLDER [--number-format bf16] [--layers N]
 [--batch N] [--micro-batches 1,4] [--gpus 2,4] [--budget 30s] [--placements 30] [--trace]
-[--stack-gradients]`.
+[--stack-gradients] [--fuse]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import time
 import traceback
@@ -21,12 +22,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from experiments.gpu.timing import GpuLock
-from experiments.gpu.training import FORMATS, Settings, build, prepare_torch, sgd
+from experiments.gpu.training import (
+    FORMATS,
+    OPTIMIZERS,
+    Settings,
+    build,
+    make_optimizer,
+    prepare_torch,
+)
 
 from devplace import placers
 from devplace.auto.calibration import calibrated
 from devplace.auto.candidates import candidates, predicted_ns, singles
-from devplace.auto.costs import HOPPER, price
+from devplace.auto.costs import HOPPER, price, probed_machine
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
 from devplace.graph import serialize
@@ -37,7 +45,6 @@ from devplace.plan import Plan
 from devplace.problem import Placement, Problem
 from devplace.report import deviations
 from devplace.run.executors import make_executor
-from devplace.run.probe import cached_probe, machine_from_probe
 from devplace.run.schedule import make_schedule
 from devplace.simulator.in_order import simulate_in_order
 
@@ -64,7 +71,10 @@ class Bench:
             size=options.size,
             batch=options.batch,
             layers=options.layers,
+            device=options.device,
+            optimizer=options.optimizer,
         )
+        self.kind = self.settings.device_type
         prepare_torch(self.settings)
         self.lock = GpuLock()
         self.arrays: dict[str, Any] = {}
@@ -74,7 +84,7 @@ class Bench:
             "number_format": options.number_format,
             "layers": options.layers,
             "batch": options.batch,
-            "card": torch.cuda.get_device_name(0),
+            "card": torch.cuda.get_device_name(0) if self.kind == "cuda" else "cpu",
             "torch": str(torch.__version__),
             "seed": 0,
             "captures": [],
@@ -88,8 +98,7 @@ class Bench:
     def run(self) -> None:
         """All rows; what fails is written down."""
         self.lock.acquire()
-        found = detect()
-        probed = machine_from_probe(found, cached_probe(found))
+        probed = probed_machine(detect(cpu_devices=2 if self.kind == "cpu" else None))
         self.machine = calibrated(probed, HOPPER)
         self.lock.release()
         self.data["probed"] = toml.dumps(probed)
@@ -105,8 +114,8 @@ class Bench:
     def step(self, count: int) -> None:
         """Rows of the step with this number of micro-batches."""
         begin = time.perf_counter()
-        self.workload = build(self.settings)
-        self.optimizer = sgd(self.workload.model)
+        self.workload = build(self.settings, "cpu")  # so that no GPU holds the model twice
+        self.optimizer = make_optimizer(self.settings, self.workload.model.parameters())
         graph = capture(
             self.workload.model,
             self.workload.inputs,
@@ -114,8 +123,9 @@ class Bench:
             self.optimizer,
             count,
             autocast=torch.bfloat16 if self.options.number_format == "bf16" else None,
-            stack_gradients=self.options.stack_gradients,
             name=self.options.workload,
+            device=self.kind,
+            **self.options_of_capture(),
         )
         seconds = {"capture": time.perf_counter() - begin}
         self.sources = step_sources(
@@ -123,8 +133,12 @@ class Bench:
         )
         self.lock.acquire()
         begin = time.perf_counter()
-        costs = price(graph, self.machine, ("cpu:0",), HOPPER.kernel_gap_ns)
+        skipped = ("cpu:0",) if self.kind == "cuda" else ()
+        costs = price(graph, self.machine, skipped, HOPPER.kernel_gap_ns)
         seconds["profile"] = time.perf_counter() - begin
+        compiling = getattr(costs, "compile_seconds", graph.meta.get("compile_seconds"))
+        if compiling is not None:
+            seconds["kernels"] = compiling
         self.lock.release()
         self.say(f"{len(graph.ops)} ops, {seconds}, notes {costs.notes}")
         self.graph, self.costs, self.count = graph, costs, count
@@ -139,7 +153,10 @@ class Bench:
             self.arrays[f"{count}.warm"] = costs.caching.warm_ns
             self.arrays[f"{count}.cold"] = costs.caching.cold_ns
         single = singles(self.problem(1), {})[0]
-        counts = [int(used) for used in self.options.gpus.split(",")]
+        if self.options.warm:
+            self.data["captures"].append({"micro_batches": count, "seconds": seconds})
+            return
+        counts = [int(used) for used in self.options.gpus.split(",") if int(used) > 1]
         planned = {used: self.plan(used, seconds) for used in counts}
         self.meet()
         self.measure("one graph", 1, single.plan)
@@ -151,6 +168,14 @@ class Bench:
         self.data["captures"].append(
             {"micro_batches": count, "ops": len(graph.ops), "seconds": seconds}
         )
+
+    def options_of_capture(self) -> dict[str, Any]:
+        """Options of capture that say how ops are made; `fuse` has its own about gradients."""
+        if not self.options.fuse:
+            return {"stack_gradients": self.options.stack_gradients}
+        if "fuse" not in inspect.signature(capture).parameters:
+            raise ValueError("this version of devplace does not fuse; leave --fuse out")
+        return {"fuse": True, **({"stack_gradients": True} if self.options.stack_gradients else {})}
 
     def plan(self, used: int, seconds: dict[str, float]) -> Planned:
         """The expert's split, if there is one, and a search on this many GPUs."""
@@ -196,7 +221,7 @@ class Bench:
 
     def problem(self, used: int) -> Problem:
         """The step on the first so many GPUs."""
-        keep = {f"cuda:{k}" for k in range(used)}
+        keep = {f"{self.kind}:{k}" for k in range(used)}
         outside = [name for name in self.machine.device_names if name not in keep]
         return Problem(self.graph, self.machine, self.costs, exclude=outside)
 
@@ -212,6 +237,8 @@ class Bench:
             "bound_ns": bound_ns,
         }
         self.lock.acquire()
+        torch.cuda.empty_cache()
+        begin = time.perf_counter()
         try:
             timing = time_plan(
                 self.graph,
@@ -227,6 +254,7 @@ class Bench:
                 "peak": timing.peak_bytes,
                 "mode": timing.mode,
                 "reason": timing.reason,
+                "seconds": time.perf_counter() - begin,
             }
         except Exception as error:
             traceback.print_exc()
@@ -323,7 +351,9 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--tag")
     parser.add_argument("--number-format", default="tf32", choices=FORMATS)
+    parser.add_argument("--optimizer", default="sgd", choices=OPTIMIZERS)
     parser.add_argument("--size", default="full")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--micro-batches", default="1")
@@ -336,6 +366,8 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.6)
     parser.add_argument("--stack-gradients", action="store_true")
+    parser.add_argument("--fuse", action="store_true", help="fuse ops")
+    parser.add_argument("--warm", action="store_true", help="only capture and price")
     parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()
     options.tag = options.tag or f"{options.workload}-{options.number_format}"

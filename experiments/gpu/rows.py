@@ -21,22 +21,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.gpu.timing import GpuLock
-from experiments.gpu.training import FORMATS, Settings
+from experiments.gpu.training import FORMATS, OPTIMIZERS, Settings
 
 LIMITS_S: Mapping[str, float] = {
     "start": 120.0,
     "compile": 300.0,
     "wait": 1800.0,
     "measure": 150.0,  # Inception-V3 compiled: a first step of more than 60 s
-    "optimizer": 60.0,
+    "optimizer": 90.0,
     "session": 900.0,  # of a group of processes, which keeps the other limits itself
 }
 COMPILE_THREADS = 4
+END_S = 20.0
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -60,6 +61,18 @@ class Progress:
     def release(self) -> None:
         """Let others use the GPUs."""
         self._lock.release()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use the GPUs alone, within whatever phase it is; nothing new where they are held."""
+        if self._lock.is_held:
+            yield
+            return
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def write(self, data: Mapping[str, Any]) -> None:
         """Write the result; a later call replaces it."""
@@ -85,18 +98,32 @@ def first_line(error: BaseException) -> str:
 
 
 def provenance(device_type: str) -> dict[str, Any]:
-    """Card, versions and commit."""
+    """Card, cores, versions and commit."""
     import torch
 
     is_cuda = device_type == "cuda"
     return {
         "card": torch.cuda.get_device_name(0) if is_cuda else "cpu",
+        "cards": torch.cuda.device_count() if is_cuda else 0,
+        "driver": _of_cards("driver_version") if is_cuda else None,
+        "uuid": _of_cards("uuid") if is_cuda else None,
+        "cores": len(os.sched_getaffinity(0)),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,
         "python": platform.python_version(),
         "commit": os.environ.get("COMMIT") or _commit(),
     }
+
+
+def _of_cards(what: str) -> str | None:
+    """What the driver's tool says of the first card, if it is there."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.split()), None)
 
 
 def _commit() -> str | None:
@@ -126,19 +153,19 @@ def run_child(
         stale.unlink(missing_ok=True)
     Progress(out).phase("start")
     log = out.with_name(out.name + ".log")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, log.open("w") as output:
+    with cache_folder() as cache, log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, "--out", str(out), "--inside"],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env=_child_environment(cache, gpu),
+            env=child_environment(cache, gpu),
         )
         try:
             reason = _watch(process, phase_file(out), limits_s)
         finally:
-            _end(process)
+            end(process)
             phase_file(out).unlink(missing_ok=True)
     if reason is None and process.returncode != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -148,8 +175,20 @@ def run_child(
     return reason
 
 
-def _child_environment(cache: str, gpu: int | None) -> dict[str, str]:
-    """Few threads a process, and an empty compiler cache, so that compile times are cold ones."""
+@contextlib.contextmanager
+def cache_folder() -> Iterator[str]:
+    """Folder of the compiler's caches: empty, so that compile times are cold ones, and gone
+    afterwards; or the one that COMPILE_CACHE names, which is kept."""
+    kept = os.environ.get("COMPILE_CACHE")
+    if kept:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        yield cache
+
+
+def child_environment(cache: str, gpu: int | None) -> dict[str, str]:
+    """Few threads a process, and the compiler's caches."""
     changes = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -173,7 +212,7 @@ def _watch(process: Any, phases: Path, limits_s: Mapping[str, float]) -> str | N
     while process.poll() is None:
         time.sleep(0.1)
         if time.monotonic() - begin > limits_s.get("all", math.inf):
-            return "ended: no time left for all rows"
+            return f"killed after {limits_s['all']:.0f} s"
         reason = overdue(phases, limits_s)
         if reason is not None:
             return reason
@@ -190,11 +229,12 @@ def overdue(phases: Path, limits_s: Mapping[str, float]) -> str | None:
     return f"phase {name!r} took more than {limits_s[name]:.0f} s"
 
 
-def _end(process: Any) -> None:
+def end(process: Any) -> None:
     """End a process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the system cannot end
+        process.wait(END_S)
 
 
 def free_memory(device_type: str) -> None:
@@ -232,6 +272,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=Settings("").seconds)
     parser.add_argument("--steps", type=int, default=Settings("").steps)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--compile-limit", type=float, default=LIMITS_S["compile"])
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
 

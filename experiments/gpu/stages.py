@@ -1,4 +1,4 @@
-"""BERT and GPT-2 cut into pipeline stages, by hand, between blocks."""
+"""BERT, GPT-2 and Llama cut into pipeline stages, by hand, between blocks."""
 # mypy: allow-subclassing-any
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from devplace.workloads.bert import Bert
 from devplace.workloads.gpt import Gpt
+from devplace.workloads.llama import Llama
 
 
 class Stage(nn.Module):
     """Some blocks of a model; the first stage also embeds, the last one also gives logits."""
 
     def __init__(
-        self, settings: Settings, model: Bert | Gpt, blocks: range, first: bool, last: bool
+        self, settings: Settings, model: Bert | Gpt | Llama, blocks: range, first: bool, last: bool
     ) -> None:
         super().__init__()
         self._settings = settings
         self.is_first = first
         self.is_last = last
+        self.is_tied = not isinstance(model, Llama)
         self.blocks = nn.ModuleList(model.blocks[k] for k in blocks)
         if first:
             self.word_embedding = model.word_embedding
-            self.position_embedding = model.position_embedding
-            self.dropout = model.dropout
         if last:
             self.projection = model.projection
 
@@ -61,6 +61,8 @@ class BertStage(Stage):
     ) -> None:
         super().__init__(settings, model, blocks, first, last)
         if first:
+            self.position_embedding = model.position_embedding
+            self.dropout = model.dropout
             self.segment_embedding = model.segment_embedding
             self.norm = model.norm
         if last:
@@ -93,6 +95,9 @@ class GptStage(Stage):
         self, settings: Settings, model: Gpt, blocks: range, first: bool, last: bool
     ) -> None:
         super().__init__(settings, model, blocks, first, last)
+        if first:
+            self.position_embedding = model.position_embedding
+            self.dropout = model.dropout
         if last:
             self.norm = model.norm
 
@@ -107,11 +112,39 @@ class GptStage(Stage):
         return self.projection(self.norm(x))
 
 
+class LlamaStage(Stage):
+    """Part of Llama; every stage has the angles of all positions."""
+
+    def __init__(
+        self, settings: Settings, model: Llama, blocks: range, first: bool, last: bool
+    ) -> None:
+        super().__init__(settings, model, blocks, first, last)
+        self.register_buffer("cos", model.cos.clone())
+        self.register_buffer("sin", model.sin.clone())
+        if last:
+            self.norm = model.norm
+
+    def embed(self, *inputs: Tensor) -> Tensor:
+        """The embedding."""
+        return self.word_embedding(inputs[0])
+
+    def run_blocks(self, x: Tensor, **masks: Tensor) -> Tensor:
+        """This stage's blocks, turned by the positions."""
+        seq = x.shape[1]
+        for block in self.blocks:
+            x = block(x, self.cos[:seq], self.sin[:seq])
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm and head."""
+        return self.projection(self.norm(x))
+
+
 def make_stage(settings: Settings, model: nn.Module, index: int, counts: list[int]) -> Stage:
     """Stage `index` of a model whose stages have `counts` blocks each.
 
     Raises:
-        ValueError: The model is neither BERT nor GPT-2.
+        ValueError: The model is none of BERT, GPT-2 and Llama.
     """
     begin = sum(counts[:index])
     blocks = range(begin, begin + counts[index])
@@ -120,7 +153,11 @@ def make_stage(settings: Settings, model: nn.Module, index: int, counts: list[in
         return BertStage(settings, model, blocks, *ends)
     if isinstance(model, Gpt):
         return GptStage(settings, model, blocks, *ends)
-    raise ValueError(f"no stages are written for {type(model).__name__}; use bert-* or gpt-2")
+    if isinstance(model, Llama):
+        return LlamaStage(settings, model, blocks, *ends)
+    raise ValueError(
+        f"no stages are written for {type(model).__name__}; use bert-*, gpt-2 or llama"
+    )
 
 
 def head_in_blocks(model: Any) -> float:

@@ -7,12 +7,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 WARM_UP = 4
 MIN_STEPS = 5
+ROUNDS = 5
 
 
 class GpuLock:
@@ -29,6 +31,11 @@ class GpuLock:
         self._cores = {int(core) for core in os.environ.get("GPU_CORES", "").split(",") if core}
         self._own: set[int] = set()
         self._file: Any = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._file is not None
 
     def acquire(self) -> None:
         """Wait until no other process measures; does nothing if the lock is held already."""
@@ -61,6 +68,7 @@ class Marks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
+        self._ends: set[int] = set()
 
     def add(self) -> None:
         """Mark now."""
@@ -71,9 +79,17 @@ class Marks:
         event.record(torch.cuda.current_stream(self._device))
         self._marks.append(event)
 
+    def end_round(self) -> None:
+        """The gap after the last mark does not count."""
+        self._ends.add(len(self._marks) - 1)
+
     def gaps_ms(self) -> list[float]:
         """Time between neighbouring marks, ms; all of them must have been reached."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
+        pairs = [
+            (first, second)
+            for number, (first, second) in enumerate(pairwise(self._marks))
+            if number not in self._ends
+        ]
         if self._device.type == "cuda":
             return [first.elapsed_time(second) for first, second in pairs]
         return [second - first for first, second in pairs]
@@ -86,7 +102,7 @@ def time_steps(
     max_steps: int,
     fixed: bool = False,
 ) -> dict[str, Any]:
-    """Time of one step, many issued one after another without waiting in between.
+    """Time of one step, in rounds of many issued one after another without waiting in between.
 
     Args:
         step: One training step; returns the loss.
@@ -97,7 +113,8 @@ def time_steps(
 
     Returns:
         `step_ms` (median of the gaps between steps), `mean_ms` (whole time by the host's clock over
-        the number of steps), `first_step_ms`, `steps`, `first_loss`, `last_loss`.
+        the number of steps), `rounds_ms` (the same for each round), `first_step_ms`, `steps`,
+        `first_loss`, `last_loss`.
     """
     synchronize(devices)
     begin = time.perf_counter()
@@ -108,17 +125,23 @@ def time_steps(
     fitting = int((seconds * 1e3 - first_ms) / max(warm_ms, 1e-3))
     num_steps = max_steps if fixed else min(max_steps, max(MIN_STEPS, fitting))
     marks = Marks(devices[0])
-    synchronize(devices)
-    begin = time.perf_counter()
-    marks.add()
-    for _ in range(num_steps):
-        loss = step()
+    sizes = [len(part) for k in range(ROUNDS) if (part := range(k, num_steps, ROUNDS))]
+    rounds_ms: list[float] = []
+    for size in sizes:
+        synchronize(devices)
+        begin = time.perf_counter()
         marks.add()
-    synchronize(devices)
-    mean_ms = (time.perf_counter() - begin) * 1e3 / num_steps
+        for _ in range(size):
+            loss = step()
+            marks.add()
+        synchronize(devices)
+        rounds_ms.append((time.perf_counter() - begin) * 1e3 / size)
+        marks.end_round()
+    whole_ms = sum(each * size for each, size in zip(rounds_ms, sizes, strict=True))
     return {
         "step_ms": round(statistics.median(marks.gaps_ms()), 4),
-        "mean_ms": round(mean_ms, 4),
+        "mean_ms": round(whole_ms / num_steps, 4),
+        "rounds_ms": [round(each, 4) for each in rounds_ms],
         "first_step_ms": round(first_ms, 1),
         "steps": num_steps,
         "first_loss": first_loss,

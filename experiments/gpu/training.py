@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from devplace import workloads
 
 LEARNING_RATE = 0.01
+ADAM_LEARNING_RATE = (
+    3e-4  # of models of this size: Brown et al. (2020), arXiv 2005.14165, table 2.1
+)
+OPTIMIZERS = ("sgd", "adamw")
 FORMATS = ("tf32", "bf16")
 
 
@@ -32,6 +36,7 @@ class Settings:
         seconds: Rough limit for all steps of one row.
         steps: Measured steps at most.
         gpus: Devices used.
+        optimizer: `sgd` or `adamw`.
     """
 
     workload: str
@@ -45,6 +50,7 @@ class Settings:
     seconds: float = 4.0
     steps: int = 20
     gpus: int = 1
+    optimizer: str = "sgd"
 
     @property
     def device_type(self) -> str:
@@ -98,8 +104,24 @@ def bound_loss(
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
-    """The optimizer of all rows."""
+    """The optimizer of most rows."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def make_optimizer(
+    settings: Settings, parameters: Iterable[Tensor], **options: Any
+) -> torch.optim.Optimizer:
+    """The optimizer that the settings name, with torch's own options (`fused`, `capturable`)."""
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=ADAM_LEARNING_RATE, **options)
+    options.pop("capturable", None)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, **options)
+
+
+def fast_optimizer(settings: Settings, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The faster of torch's own implementations: AdamW in one kernel, SGD by default."""
+    options = {"fused": True} if settings.optimizer == "adamw" else {}
+    return make_optimizer(settings, parameters, **options)
 
 
 def training_step(

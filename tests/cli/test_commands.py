@@ -316,7 +316,7 @@ def test_lists_are_there_for_people_and_programs(folder: Path) -> None:
     """workloads and machines print names; --json is JSON."""
     done = devplace("workloads", cwd=folder)
     assert "gnmt-4" in done.stdout
-    assert len(json.loads(devplace("workloads", "--json", cwd=folder).stdout)) == 12
+    assert len(json.loads(devplace("workloads", "--json", cwd=folder).stdout)) == 14
     listing = json.loads(devplace("machines", "--json", cwd=folder).stdout)
     assert listing["simulator"] in ("native", "python")
     assert "k40x4" in [machine["name"] for machine in listing["machines"]]

@@ -20,7 +20,8 @@ from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.machine import Machine, detect, presets
 
-NAMES = ["rnnlm", "nmt-2", "gnmt-4", "bert-base", "gpt-2", "moe", "resnet-50", "inception-v3"]
+NAMES = ["rnnlm", "nmt-2", "gnmt-4", "bert-base", "gpt-2", "llama", "vit-b-16", "moe", "resnet-50"]
+NAMES += ["inception-v3"]
 
 
 def captured(name: str = "rnnlm") -> OpGraph:

@@ -12,8 +12,8 @@ from devplace import workloads
 from devplace.errors import InputError
 
 # Millions of parameters. The vision and transformer figures are those of the papers or released
-# models (torchvision; BERT without its pooler, with the masked-word head); the others follow from
-# the formulas in `test_recurrent_and_expert_parameters_follow_from_their_sizes`.
+# models (torchvision, of ViT too; BERT without its pooler, with the masked-word head); the others
+# follow from the formulas in `test_recurrent_and_expert_parameters_follow_from_their_sizes`.
 PARAMETERS_M = {
     "inception-v3": 27.16,
     "resnet-50": 25.56,
@@ -26,6 +26,8 @@ PARAMETERS_M = {
     "bert-base": 109.5,
     "bert-large": 335.2,
     "gpt-2": 124.4,
+    "llama": 219.73,
+    "vit-b-16": 86.57,
     "moe": 104.28,
 }
 FULL_BATCH = {"inception-v3": 32, "resnet-50": 32, "resnet-152": 32, "rnnlm": 64, "nmt-8": 64}
@@ -59,7 +61,7 @@ def test_names_and_descriptions_need_no_torch() -> None:
 
 
 def test_every_name_has_one_line() -> None:
-    """The twelve workloads are named, each with a description of one line."""
+    """All workloads are named, each with a description of one line."""
     assert set(workloads.NAMES) == set(PARAMETERS_M)
     for name in workloads.NAMES:
         assert "\n" not in workloads.describe(name)
@@ -94,6 +96,9 @@ def test_recurrent_and_expert_parameters_follow_from_their_sizes() -> None:
     )  # wide: the second of the encoder, all of the decoder
     expected = words + cells + attention + (2 * h + 1) * v
     assert num_parameters(workloads.build("gnmt-4").model) == expected
+    d, f, v = 1024, 2816, 32_000
+    block = 4 * d * d + 3 * d * f + 2 * d
+    assert num_parameters(workloads.build("llama").model) == 2 * v * d + 12 * block + d
     d, f, v = 512, 2048, 32_000
     expert = d * f + f + f * d + d
     block = 4 * (d * d + d) + 4 * d + 8 * d + 8 * expert
@@ -175,7 +180,14 @@ def test_head_is_tied_to_the_embedding(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dropout"),
-    [("inception-v3", 0.5), ("bert-base", 0.1), ("gpt-2", 0.1), ("rnnlm", 0.0), ("nmt-4", 0.0)],
+    [
+        ("inception-v3", 0.5),
+        ("bert-base", 0.1),
+        ("gpt-2", 0.1),
+        ("vit-b-16", 0.0),
+        ("rnnlm", 0.0),
+        ("nmt-4", 0.0),
+    ],
 )
 def test_dropout_is_as_published_and_can_be_set(name: str, dropout: float) -> None:
     """Dropout is on where the model is published with it, and `dropout` changes it."""
@@ -193,7 +205,7 @@ def _dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:
 @pytest.mark.parametrize("name", workloads.NAMES)
 def test_without_dropout_a_step_repeats(name: str) -> None:
     """With dropout off, the loss is a function of weights and inputs: twice the same bits."""
-    has_dropout = name not in ("resnet-50", "resnet-152")
+    has_dropout = name not in ("resnet-50", "resnet-152", "llama")
     settings = {"dropout": 0.0} if has_dropout else {}
     workload = workloads.build(name, "small", device="cpu", **settings)
     first = workload.loss_fn(workload.model, *workload.inputs)
@@ -225,6 +237,13 @@ def test_settings_of_a_workload_can_be_changed() -> None:
         ({"name": "moe", "dropout": 1.5}, ["dropout of workload moe must be from 0", "1.5"]),
         ({"name": "gpt-2", "seq": 2000}, ["seq is 2000 tokens", "1024 positions"]),
         ({"name": "gpt-2", "heads": 5}, ["heads must divide width", "5 heads", "768"]),
+        ({"name": "llama", "heads": 1024}, ["even number of features", "1024 heads"]),
+        ({"name": "llama", "seq": 4000}, ["seq is 4000 tokens", "2048 positions"]),
+        (
+            {"name": "vit-b-16", "image": 230},
+            ["patch must divide image", "16 pixels", "230 pixels"],
+        ),
+        ({"name": "vit-b-16", "heads": 5}, ["heads must divide width", "5 heads", "768"]),
         ({"name": "inception-v3", "image": 100}, ["image", "100 pixels", "at least 299"]),
     ],
 )

@@ -10,16 +10,19 @@ from torch import nn
 
 from devplace import workloads
 from devplace.workloads.bert import IGNORED
+from devplace.workloads.llama import NORM_EPS, RmsNorm, rotary_angles, rotated
 from devplace.workloads.moe import ExpertLayer, MoeConfig
 from devplace.workloads.nmt import Attention
 
 
 def small(name: str, **settings: object) -> workloads.Workload:
     """The small size on the CPU, without dropout."""
+    if name == "llama":  # has none
+        return workloads.build(name, "small", device="cpu", **settings)
     return workloads.build(name, "small", device="cpu", dropout=0.0, **settings)
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "rnnlm"])
+@pytest.mark.parametrize("name", ["gpt-2", "llama", "rnnlm"])
 def test_language_models_do_not_see_the_future(name: str) -> None:
     """Another last token changes the logits of the last position only."""
     workload = small(name)
@@ -100,19 +103,20 @@ def test_bert_rows_have_equally_many_labels_off_the_padding(seq: int) -> None:
     assert set(segments.unique().tolist()) <= {0, 1}
 
 
-@pytest.mark.parametrize("name", ["bert-base", "gpt-2", "moe"])
+@pytest.mark.parametrize("name", ["bert-base", "gpt-2", "vit-b-16", "moe"])
 def test_fused_attention_gives_the_same_loss(name: str) -> None:
     """One attention operation or its parts: the same loss to float64 rounding."""
     losses = []
     for fused in (True, False):
         workload = small(name, fused_attention=fused)
-        losses.append(workload.loss_fn(workload.model.double(), *workload.inputs))
+        inputs = [x.double() if x.is_floating_point() else x for x in workload.inputs]
+        losses.append(workload.loss_fn(workload.model.double(), *inputs))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
 
 
 def test_text_targets_are_the_next_tokens() -> None:
     """Language-model targets are the inputs one step later."""
-    for name in ("gpt-2", "rnnlm", "moe"):
+    for name in ("gpt-2", "llama", "rnnlm", "moe"):
         tokens, targets = small(name).inputs
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
@@ -162,3 +166,38 @@ def test_resnet_has_its_layers(name: str, convolutions: int) -> None:
     count = sum(isinstance(module, nn.Conv2d) for module in model.modules())
     assert count == convolutions
     assert count - 4 + 1 == int(name.split("-")[1])
+
+
+def test_rotation_keeps_lengths_and_only_differences_of_positions_count() -> None:
+    """Turned by their positions, two vectors have their lengths, and a product that depends on how
+    far apart they are."""
+    torch.manual_seed(0)
+    cos, sin = (each.double() for each in rotary_angles(16, 8))
+    query, key = torch.randn(2, 8, dtype=torch.float64)
+    queries = rotated(query.expand(16, 8), cos, sin)
+    keys = rotated(key.expand(16, 8), cos, sin)
+    torch.testing.assert_close(queries.norm(dim=1), query.norm().expand(16))
+    products = queries @ keys.T
+    torch.testing.assert_close(
+        products[5:, 2:].diagonal(), products[3, 0].expand(11), rtol=1e-5, atol=1e-5
+    )
+    assert not torch.isclose(products[3, 0], products[4, 0])
+
+
+def test_rms_norm_is_torchs() -> None:
+    """The norm of Llama equals torch's own."""
+    norm = RmsNorm(5)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(3, 5)
+    expected = nn.functional.rms_norm(x, (5,), norm.weight, NORM_EPS)
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_vit_reads_every_patch() -> None:
+    """The logits depend on every patch of the image, each through its own token."""
+    workload = small("vit-b-16")
+    images = workload.inputs[0].requires_grad_()
+    logits = workload.model(images)
+    assert logits.shape == (4, 10)
+    (gradient,) = torch.autograd.grad(logits.sum(), images)
+    assert gradient.unfold(2, 4, 4).unfold(3, 4, 4).abs().sum((1, 4, 5)).gt(0).all()

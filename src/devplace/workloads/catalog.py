@@ -27,6 +27,8 @@ _CATALOG = {
     "bert-base": ("bert", "BERT-base masked language model, batch 16, 128 tokens"),
     "bert-large": ("bert", "BERT-large masked language model, batch 16, 128 tokens"),
     "gpt-2": ("gpt", "GPT-2 (124M) language model, batch 8, 1024 tokens"),
+    "llama": ("llama", "Llama-style language model, 12 layers of 1024, batch 8, 512 tokens"),
+    "vit-b-16": ("vit", "Vision Transformer B/16 image classifier, batch 64, 224x224"),
     "moe": ("moe", "Mixture-of-experts transformer, 4 layers of 8 experts, batch 16, 128 tokens"),
 }
 

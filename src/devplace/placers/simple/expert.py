@@ -57,10 +57,10 @@ RULES = (
         "1609.08144, section 3; as in Mirhoseini et al. (2017), arXiv 1706.04972",
     ),
     Rule(
-        ("bert*", "gpt*"),
+        ("bert*", "gpt*", "llama*", "vit*"),
         "blocks",
         "blocks",
-        ("*embedding*", "dropout", "norm:bert*"),
+        ("*embedding*", "dropout", "norm:bert*", "patches"),
         "Huang et al. (2019), GPipe, arXiv 1811.06965",
     ),
     Rule(
