@@ -15,6 +15,7 @@ from devplace.auto.candidates import Candidate
 from devplace.auto.child import is_out_of_memory
 from devplace.auto.choose import Choice, choose, search
 from devplace.auto.clock import Clock
+from devplace.auto.compiled import compiled_step_ns
 from devplace.auto.here import MachineLike, capture_device, excluded, find_machine, require_here
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
@@ -24,6 +25,10 @@ from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.graph.capture.batch import as_call, open_dataclasses
 from devplace.graph.capture.refuse import unwrap
+from devplace.kernels.compilers import Compilers
+from devplace.kernels.fused import why_not_compiled
+from devplace.kernels.prepare import prepare
+from devplace.machine import Machine
 from devplace.machine.detect import num_cores
 from devplace.placers import Placer
 from devplace.plan import Plan
@@ -31,6 +36,7 @@ from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import RETRY
 from devplace.run.planned import check_plan
 from devplace.run.schedule import is_cpu
+from devplace.units import format_time
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CAPTURE_SHARE = 0.35
@@ -60,7 +66,9 @@ def parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
-    stack_gradients: bool = False,
+    stack_gradients: bool | None = None,
+    fuse: bool | None = None,
+    compare_compile: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ParallelStep:
     """Plan a step for the devices of this computer, confirm by running, and make it callable.
@@ -92,6 +100,9 @@ def parallelize(
         confirm: Whether plans are measured; if not, the best predicted is taken.
         verify: Whether two steps are first compared with the unplaced ones.
         example_kwargs, clip_grad_norm, autocast, stack_gradients: As for `capture`.
+        fuse: As for `capture`; by default on GPUs for which a compiler is there.
+        compare_compile: Whether the report tells how fast `torch.compile` makes the user's own
+            step on one device; that may take minutes, which the budget does not count.
         progress: Called with what is being done.
 
     Returns:
@@ -127,19 +138,24 @@ def parallelize(
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
             stack_gradients=stack_gradients,
+            fuse=fuses,
             device=capture_device(found, left_out),
         ),
         tell,
     )
+    fuses = can_fuse(capture_device(found, left_out)) if fuse is None else fuse
     demands = {"limits": limits or {}, "pins": pins or {}, "exclude": left_out}
     num_devices = len(set(found.device_names) - set(left_out))
     counts = _counts(micro_batches, model, num_devices, job)
-    with Measurer(seed=seed) as measurer:
+    with Measurer(seed=seed) as measurer, Compilers(None if fuses else 0) as compilers:
         if confirm:
             measurer.start()
         graphs = job.capture_all(counts, clock)
+        job.compile_kernels(graphs, found, left_out, compilers)
         searches = search(graphs, found, demands, placer, clock, seed, confirm, tell)
         choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
+    if compare_compile:
+        job.compare(loss_fn, clip_grad_norm, autocast, capture_device(found, left_out))
     return job.finish(choice, seed, verify)
 
 
@@ -182,6 +198,44 @@ class _Job:
                 self.notes.append(f"{count} and more micro-batches not tried: {error}")
                 break
         return graphs
+
+    def compile_kernels(
+        self,
+        graphs: Sequence[OpGraph],
+        machine: Machine,
+        exclude: Sequence[str],
+        compilers: Compilers,
+    ) -> None:
+        """Compile what is fused before ops are timed."""
+        for graph in graphs:
+            kind = graph.meta["device"]
+            names = [d.name for d in machine.devices if d.name not in exclude and d.kind == "gpu"]
+            done = prepare(graph, names if kind == "cuda" else ["cpu"], self.tell, compilers)
+            self.notes += done.notes
+
+    def compare(
+        self, loss_fn: Any, clip_grad_norm: float | None, autocast: Any, device: str
+    ) -> None:
+        """Note how fast torch.compile makes the user's own step."""
+        self.tell("compiling the ordinary step")
+        try:
+            took_ns = compiled_step_ns(
+                self.model,
+                self.inputs,
+                loss_fn,
+                self.optimizer,
+                device,
+                kwargs=self.kwargs,
+                clip_grad_norm=clip_grad_norm,
+                autocast=autocast,
+            )
+        except Exception as error:  # whatever a compiler raises
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.notes.append(f"torch.compile did not compile the ordinary step: {reason}")
+        else:
+            took = format_time(took_ns)
+            self.notes.append(f"the ordinary step under torch.compile takes {took} on one {device}")
+        _free()
 
     def finish(self, choice: Choice, seed: int, verify: bool) -> ParallelStep:
         """The step of the first candidate that runs in this process."""
@@ -258,6 +312,14 @@ class _Job:
             return None
         step.restart()
         return median_ns(rounds)
+
+
+def can_fuse(device_type: str) -> bool:
+    """Whether steps are fused if nothing is said: on GPUs, if their kernels can be compiled.
+
+    On CPUs a kernel takes the C++ compiler seconds, and hardly gains.
+    """
+    return device_type == "cuda" and not why_not_compiled("cuda:0")
 
 
 def few_cores(plan: Plan) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A compiling process: `python -m devplace.kernels.worker`. It may crash, hang or be killed.
 
-It reads pickled (call, signature) pairs from stdin, and writes a line feed to stdout when the
-kernel, or the reason why there is none, is on disk.
+It writes a line feed to stdout when it is ready; then it reads pickled (call, signature) pairs from
+stdin, and writes one for each when the kernel, or the reason why there is none, is on disk.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    channel.write(b"\n")
+    channel.flush()
     while True:
         try:
             call, signature = pickle.load(sys.stdin.buffer)

@@ -1,0 +1,79 @@
+"""How fast torch.compile makes the user's own step, to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from devplace.auto.timing import median_ns, time_steps
+from devplace.graph.capture.batch import as_call
+from devplace.graph.capture.loss import loss_call
+
+MODE = "reduce-overhead"
+SECONDS = 1.0
+
+
+def compiled_step_ns(
+    model: torch.nn.Module,
+    inputs: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    device: str,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    clip_grad_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+) -> int:
+    """Step time of a copy of the model under `torch.compile(mode="reduce-overhead")`, ns.
+
+    Forward and loss are compiled, and with them the backward pass; the update is the optimizer's
+    own.
+
+    Args:
+        model, inputs, loss_fn, optimizer, kwargs, clip_grad_norm, autocast: As for `parallelize`.
+        device: Name of the torch device.
+    """
+    model, optimizer = copy.deepcopy((model, optimizer))
+    _move(model.to(device), optimizer, device)
+    args, named = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(device), as_call(inputs, kwargs)
+    )
+    is_inference = loss_fn is None and optimizer is None
+    call = model if is_inference else loss_call(model, loss_fn)
+    compiled = torch.compile(call, mode=MODE)
+    kind = torch.device(device).type
+
+    def step() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        cast = torch.autocast(kind, dtype=autocast) if autocast else contextlib.nullcontext()
+        with cast, torch.set_grad_enabled(optimizer is not None):
+            loss = compiled(*args, **named)
+        if optimizer is not None:
+            _update(model, optimizer, loss, clip_grad_norm)
+
+    wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
+    step()
+    return median_ns(time_steps(step, wait, SECONDS))
+
+
+def _update(model: Any, optimizer: Any, loss: Any, clip_grad_norm: float | None) -> None:
+    if isinstance(loss, tuple):
+        loss = loss[0] / loss[1]
+    loss.backward()
+    if clip_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _move(model: Any, optimizer: Any, device: str) -> None:
+    """Move the state of an optimizer beside its parameters."""
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                state[name] = value.to(device)
