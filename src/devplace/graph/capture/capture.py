@@ -18,6 +18,7 @@ from devplace.graph.capture.chunk_loss import is_sum
 from devplace.graph.capture.cleanup import clean, drop_last_results
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.counter_random import draw_by_counter
+from devplace.graph.capture.cross_entropy import direct_cross_entropy
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
@@ -317,6 +318,7 @@ def _make_fusible(graph: torch.fx.Graph, step: Step) -> None:
     if step.request.device_type == "cuda":
         pad_products(graph)
         lay_channels_last(graph, step.inputs)
+    direct_cross_entropy(graph)
     clean(graph)
     recompute(graph, spans_passes=True)
     clean(graph)
