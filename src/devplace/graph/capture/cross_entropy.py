@@ -36,15 +36,24 @@ def direct_cross_entropy(graph: torch.fx.Graph) -> None:
 
 
 def _is_cross_entropy(node: Node) -> bool:
-    scattered, log_softmax, dim, _ = node.args
+    grad, log_softmax, dim, _ = node.args
+    scattered = _uncast(grad)
     return (
         scattered.target is aten.nll_loss_backward.default
-        and scattered.args[1] is log_softmax
+        and _uncast(scattered.args[1]) is log_softmax
         and log_softmax.target is aten._log_softmax.default
         and scattered.args[3] is None
         and log_softmax.meta["val"].dim() == 2
         and dim in (1, -1)
     )
+
+
+def _uncast(node: Any) -> Node:
+    """What a cast, as under autocast, is made of."""
+    while node.target is aten._to_copy.default:
+        node = node.args[0]
+    found: Node = node
+    return found
 
 
 class _Loss:
@@ -58,7 +67,8 @@ class _Loss:
     def __init__(self, graph: torch.fx.Graph, node: Node) -> None:
         self._graph = graph
         self._node = node
-        self._scattered: Any = node.args[0]
+        self._scattered: Any = _uncast(node.args[0])
+        self._grad_dtype = node.args[0].meta["val"].dtype
         self._log_softmax: Any = node.args[1]
         self._count = int(self._log_softmax.meta["val"].shape[1])
 
@@ -84,16 +94,20 @@ class _Loss:
             grad = self._call(like, aten.unsqueeze.default, grad, 1)
         is_counted = self._call(like, aten.ne.Scalar, target, ignored)
         column = self._call(like, aten.where.ScalarOther, is_counted, grad, 0.0)
+        exact = column.meta["val"].dtype
+        column = self._cast(like, self._cast(like, column, self._grad_dtype), exact)
         classes = self._classes(like, self._log_softmax)
         is_target = self._call(like, aten.eq.Tensor, classes, target)
         hit = self._call(like, aten.where.ScalarOther, is_target, column, 0.0)
-        softmax = self._call(like, aten.exp.default, self._log_softmax)
+        softmax = self._call(like, aten.exp.default, self._cast(like, self._log_softmax, exact))
         scaled = self._call(like, aten.mul.Tensor, softmax, column)
         made = self._call(like, aten.sub.Tensor, scaled, hit)
-        wanted = self._node.meta["val"].dtype
-        if made.meta["val"].dtype != wanted:
-            made = self._call(like, aten._to_copy.default, made, dtype=wanted)
-        return made
+        return self._cast(like, made, self._node.meta["val"].dtype)
+
+    def _cast(self, like: Node, node: Node, dtype: torch.dtype) -> Node:
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self._call(like, aten._to_copy.default, node, dtype=dtype)
 
     def _classes(self, like: Node, row: Node) -> Node:
         value = row.meta["val"]
@@ -126,13 +140,23 @@ class _Loss:
             is_class = self._call(like, aten.lt.Scalar, self._classes(like, whole), self._count)
             whole = self._call(like, aten.where.ScalarOther, is_class, whole, -math.inf)
             made = self._call(like, like.target, whole, *like.args[1:])
-        with self._graph.inserting_after(made):
-            narrow = self._call(like, aten.slice.Tensor, made, 1, 0, self._count)
-        like.replace_all_uses_with(narrow, lambda user: user.target not in _TAKE_WHOLE_ROWS)
-        like.replace_all_uses_with(made)
-        self._graph.erase_node(like)
+        self._widen_readers(like, made)
         self._log_softmax = made
         return width
+
+    def _widen_readers(self, narrow: Node, whole: Node) -> None:
+        """Give whole rows to what can take them, else a part of them."""
+        casts = [user for user in narrow.users if _is_cast_of_loss(user)]
+        for cast in casts:
+            with self._graph.inserting_after(whole):
+                made = self._call(cast, cast.target, whole, **cast.kwargs)
+            cast.replace_all_uses_with(made)
+            self._graph.erase_node(cast)
+        with self._graph.inserting_after(whole):
+            part = self._call(whole, aten.slice.Tensor, whole, 1, 0, self._count)
+        narrow.replace_all_uses_with(part, lambda user: user.target not in _TAKE_WHOLE_ROWS)
+        narrow.replace_all_uses_with(whole)
+        self._graph.erase_node(narrow)
 
     def _replace_pads(self, gradient: Node, width: int) -> None:
         """What pads the gradient, after casts and views, takes the whole rows instead."""
@@ -170,6 +194,11 @@ _TAKE_WHOLE_ROWS = (
     aten.nll_loss_backward.default,
     aten._log_softmax_backward_data.default,
 )
+
+
+def _is_cast_of_loss(node: Node) -> bool:
+    is_cast = node.target is aten._to_copy.default
+    return is_cast and all(user.target in _TAKE_WHOLE_ROWS for user in node.users)
 
 
 def _keeps_rows(node: Node) -> bool:
