@@ -48,9 +48,10 @@ def draw_by_counter(graph: torch.fx.Graph) -> bool:
     drawn = [(k, node) for k, node in enumerate(found) if _is_drawn(node)]
     if drawn:
         keys = _add_keys(graph, tensors_in(drawn[0][1].meta["val"])[0], len(found))
+    values: dict[Any, Any] = {}
     for position, node in drawn:
         with graph.inserting_before(node):
-            _DRAWS[node.target](_Numbers(graph, node, position, keys))
+            _DRAWS[node.target](_Numbers(graph, node, position, keys, values))
     return bool(drawn)
 
 
@@ -85,12 +86,20 @@ class _Numbers:
         like: Fake tensor with the shape, strides, dtype and device of what it draws.
     """
 
-    def __init__(self, graph: torch.fx.Graph, node: Node, position: int, keys: Node) -> None:
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        node: Node,
+        position: int,
+        keys: Node,
+        values: dict[Any, Any],
+    ) -> None:
         self.node = node
         self.like: Any = tensors_in(node.meta["val"])[0]
         self._graph = graph
         self._position = position
         self._keys = keys
+        self._values = values  # fake ones of calls on tensors that lie alike
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """An argument of the random op."""
@@ -100,10 +109,12 @@ class _Numbers:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call with the random op's tag, and with its fake value."""
         made = self._graph.call_function(target, args, kwargs)
-        given = torch.fx.node.map_arg(args, lambda node: node.meta["val"])
-        with self.like.fake_mode:
-            value = target(*given, **kwargs)
-        made.meta.update(tag=self.node.meta["tag"], val=value)
+        key = target, _layouts(args), _layouts(tuple(kwargs.items()))
+        if key not in self._values:
+            given = torch.fx.node.map_arg(args, lambda node: node.meta["val"])
+            with self.like.fake_mode:
+                self._values[key] = target(*given, **kwargs)
+        made.meta.update(tag=self.node.meta["tag"], val=self._values[key])
         return made
 
     def replace_by(self, made: Node) -> None:
@@ -182,6 +193,16 @@ class _Numbers:
         """`x ^ (x >>> count)`; int32 shifts copy the sign, so the copies are masked away."""
         shifted = self.call(aten.bitwise_right_shift.Tensor_Scalar, node, count)
         return self.call(aten.bitwise_xor.Tensor, node, self._low_bits(shifted, 32 - count))
+
+
+def _layouts(args: Any) -> Any:
+    """Arguments with shape, strides and dtype in place of nodes, hashable."""
+    if isinstance(args, torch.fx.Node):
+        value = args.meta["val"]
+        return tuple(value.shape), tuple(value.stride()), value.dtype
+    if isinstance(args, (list, tuple)):
+        return tuple(map(_layouts, args))
+    return type(args), args
 
 
 def _bernoulli_rate(numbers: _Numbers) -> None:
