@@ -45,9 +45,11 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
     Any other labels that never fall along an edge and rise into every op with its own call serve as
     well, and three rules use that. An op that waits for nothing (of the backward pass and reads
     nothing of it, as what is computed again; random numbers) gets the depth of its first reader. An
-    edge between ops of different
-    parts (updates of different modules, micro-batches, ops pinned to different devices) raises the
-    depth. A component of more than `MAX_MEMBERS` ops is cut in topological order.
+    edge between ops of different parts (updates of different modules, micro-batches, ops pinned to
+    different devices) raises the depth. A component that holds ops of different keys all the same,
+    joined by ops without one, is cut where the key changes; updates of two modules that are joined
+    by the gradient of both stay together. A component of more than `MAX_MEMBERS` ops is cut in
+    topological order.
 
     Args:
         graph: The step; its ops say whether they are fusible.
@@ -163,17 +165,29 @@ class _Finder:
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         members = [index for index in range(len(self._graph.ops)) if self._may_join(index)]
-        label = {index: (self._depth[index], 0) for index in members}
+        label = {index: (self._depth[index], 0, 0) for index in members}
         found = self._components(members, label)
         for component in found:
+            changes = self._changes(component)
             for place, index in enumerate(component):
-                label[index] = (self._depth[index], place // MAX_MEMBERS)
-        if any(len(component) > MAX_MEMBERS for component in found):
-            found = self._components(members, label)
+                label[index] = (self._depth[index], changes[index], place // MAX_MEMBERS)
+        found = self._components(members, label)
         return tuple(self._with_repeated(one) for one in found if self._is_worth_it(one))
 
+    def _changes(self, component: Sequence[int]) -> dict[int, int]:
+        """How often the key changes on the way to each op of a component, if it holds several."""
+        key = {index: self._part[index][0] for index in component}
+        changes = dict.fromkeys(component, 0)
+        if len({*key.values()} - {None}) > 1:
+            for index in component:
+                inside = [m for m in self._makers[index] if m in key]
+                changes[index] = max(
+                    (changes[m] + (key[m] != key[index]) for m in inside), default=0
+                )
+        return changes
+
     def _components(
-        self, members: Sequence[int], label: dict[int, tuple[int, int]]
+        self, members: Sequence[int], label: dict[int, tuple[int, int, int]]
     ) -> list[list[int]]:
         parent = {index: index for index in members}
 
