@@ -122,6 +122,10 @@ def test_groups_of_any_graph_can_be_contracted(
         assert is_connected(graph, members)
         for one in zip(*(keys(graph, k, pins) for k in members), strict=True):
             assert len({key for key in one if key is not None}) <= 1
+        for maker, reader in edges(graph):
+            both = [graph.ops[k] for k in (maker, reader)]
+            if {maker, reader} <= members and {op.stage for op in both} == {"update"}:
+                assert both[0].module == both[1].module
     for members in found.members:
         assert list(members) == sorted(members)
         made = {t for k in members for t in graph.ops[k].outputs}
