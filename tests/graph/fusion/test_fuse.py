@@ -90,6 +90,7 @@ def test_only_picked_rows_of_a_table_are_read() -> None:
         if has_view:
             made.view("turned", "table")
             made.fusible("b", "turned", "a")
+        made.result(made.ops[-1].name)
         (group,) = [op for op in fuse(made.graph()).ops if op.members]
         assert group.bytes_read == (8000 if has_view else 300)
 
