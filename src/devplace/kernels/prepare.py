@@ -98,7 +98,9 @@ def _jobs(graph: OpGraph, devices: Sequence[str]) -> Iterator[Job]:
             continue
         tensors = [arg.meta["val"] for arg in node.args]
         for device in devices:
-            for writes in dict.fromkeys([(), _writes(graph, node, over)]):
+            # Only steps on GPUs write over the old values.
+            fully = _writes(graph, node, over) if device.startswith("cuda") else ()
+            for writes in dict.fromkeys([(), fully]):
                 signature = signature_of(node.target.name, device, tensors, writes)
                 if signature not in seen:
                     seen.add(signature)
