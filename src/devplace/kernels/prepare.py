@@ -84,7 +84,7 @@ def prepare(graph: OpGraph, devices: Sequence[str], tell: Tell | None = None) ->
     missing = [job for job in jobs if not _is_known(job)]
     if missing:
         _compile(missing, tell or (lambda text: None))
-    refused = sum(_store(job).read(job.signature.key) is None for job in jobs)
+    refused = sum(_store(job).read_failure(job.signature.key) is not None for job in jobs)
     return Prepared(len(jobs), len(missing), refused, time.monotonic() - begin)
 
 
