@@ -136,7 +136,7 @@ def test_nothing_is_prepared_where_nothing_is_compiled(monkeypatch: Patch) -> No
 def test_kernels_that_write_are_those_of_the_step() -> None:
     """On a GPU a group is compiled with all that a step in the order of the trace writes over, and
     without; on a CPU, where nothing is written over, without."""
-    layers = [nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2)]
+    layers = [nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2, bias=False)]
     model = nn.Sequential(*layers)
     optimizer = adam(list(model.parameters()))
     graph = capture(model, (torch.randn(6, 8),), mean_square, optimizer, fuse=True)

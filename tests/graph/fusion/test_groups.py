@@ -270,6 +270,21 @@ def test_updates_stay_with_a_fusible_gradient() -> None:
     assert names(made.graph()) == ["grad step_a new_a step_b new_b"]
 
 
+def test_what_decays_joins_the_update() -> None:
+    """A moment times its rate reads no gradient, but waits for who reads both; so the old moment is
+    read by the kernel that makes the new one."""
+    made = Made()
+    made.source("x")
+    made.source("rate", "scalar", 8)
+    made.source("moment", "state")
+    made.fusible("decayed", "moment", "rate", stage="update", module="a")
+    made.own("mm", "x")
+    made.own("grad", "mm", stage="backward")
+    made.fusible("new", "decayed", "grad", stage="update", module="a")
+    made.result("new", "state", replaces="moment")
+    assert names(made.graph()) == ["decayed new"]
+
+
 def test_parts_are_kept_apart() -> None:
     """Ops with different keys, whatever lies between them; without keys they are one group."""
     made = Made()

@@ -43,9 +43,9 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
     of it is connected to the group: it never left.
 
     Any other labels that never fall along an edge and rise into every op with its own call serve as
-    well, and three rules use that. An op that waits for nothing (of the backward pass and reads
-    nothing of it, as what is computed again; random numbers) gets the depth of its first reader. An
-    edge between ops of different parts (updates of different modules, micro-batches, ops pinned to
+    well, and three rules use that. An op that waits for nothing (of the backward pass or the update
+    and reads no gradient, as what is computed again or decays; random numbers) gets the depth of its
+    first reader. An edge between ops of different parts (updates of different modules, micro-batches, ops pinned to
     different devices) raises the depth. A component that holds ops of different keys all the same,
     joined by ops without one, is cut where the key changes; updates of two modules that are joined
     by the gradient of both stay together. A component of more than `MAX_MEMBERS` ops is cut in
@@ -144,8 +144,9 @@ class _Finder:
                 depth[index] = max(depth[index], latest)
 
     def _may_wait(self) -> list[bool]:
-        """Whether each op is fusible (or a view) and is of the backward pass but reads nothing of
-        it, or reads nothing but what is made anew or comes with the batch as scalars."""
+        """Whether each op is fusible (or a view) and is of the backward pass or the update but reads
+        nothing of the backward pass, such as the decay of a moment, or reads nothing but what is
+        made anew or comes with the batch as scalars."""
         graph = self._graph
         in_backward = [False] * len(graph.ops)
         is_free = [False] * len(graph.ops)
@@ -159,7 +160,7 @@ class _Finder:
                 (op.is_fusible or op.is_view)
                 and all(is_free[m] or m in self.repeated for m in makers)
             )
-            is_late = op.stage == "backward" and not in_backward[index]
+            is_late = op.stage in ("backward", "update") and not in_backward[index]
             found[index] = (op.is_fusible or op.is_view) and (is_late or is_free[index])
         return found
 
