@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.run.placed import NAMES, adam
+from tests.run.tracing import random_placement
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,8 +24,6 @@ from devplace.run.check import check
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
 from devplace.run.unplaced import run_unplaced
-from tests.run.placed import NAMES, adam
-from tests.run.tracing import random_placement
 
 aten = torch.ops.aten
 capturing = sys.modules["devplace.graph.capture.capture"]
@@ -132,9 +132,7 @@ def relaid(graph: torch.fx.Graph) -> None:
     """Lay the first input channels last."""
     first = next(iter(graph.nodes))
     with first.meta["val"].fake_mode:
-        first.meta["val"] = torch.empty_like(
-            first.meta["val"], memory_format=torch.channels_last
-        )
+        first.meta["val"] = torch.empty_like(first.meta["val"], memory_format=torch.channels_last)
     propagate(graph, [first])
 
 
@@ -202,7 +200,9 @@ def test_padded_products_give_the_same(
     rows, inner, columns = sizes
     torch.manual_seed(0)
     left = torch.randn(inner, rows).double() if turned[0] else torch.randn(rows, inner).double()
-    right = torch.randn(columns, inner).double() if turned[1] else torch.randn(inner, columns).double()
+    right = (
+        torch.randn(columns, inner).double() if turned[1] else torch.randn(inner, columns).double()
+    )
     bias = torch.randn(columns).double()
 
     def function(left: Any, right: Any, bias: Any) -> Any:
@@ -211,9 +211,7 @@ def test_padded_products_give_the_same(
 
     graph = traced(function, left, right, bias)
     padding.pad_products(graph)
-    for one, other in zip(
-        run(graph, left, right, bias), function(left, right, bias), strict=True
-    ):
+    for one, other in zip(run(graph, left, right, bias), function(left, right, bias), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
     products = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]
     assert len(products) == 2

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.kernels.groups import Compiler, in_a_new_process
+from tests.run.models import mean_square
+from tests.run.placed import adam
+from tests.run.tracing import place_by_module
 from torch import nn
 
 from devplace.graph import OpGraph
@@ -19,9 +22,6 @@ from devplace.kernels.prepare import prepare
 from devplace.run.schedule import make_schedule
 from devplace.run.unplaced import run_unplaced
 from devplace.run.write_back import write_backs
-from tests.run.models import mean_square
-from tests.run.placed import adam
-from tests.run.tracing import place_by_module
 
 Patch = pytest.MonkeyPatch
 
@@ -45,7 +45,9 @@ def chain(products: int) -> OpGraph:
 
 def sources(graph: OpGraph) -> dict[int, torch.Tensor]:
     """Ones for all."""
-    shapes = [(b.op, graph.tensors[graph.ops[b.op].outputs[0]].shape) for b in graph.program.bindings]
+    shapes = [
+        (b.op, graph.tensors[graph.ops[b.op].outputs[0]].shape) for b in graph.program.bindings
+    ]
     return {op: torch.ones(shape) for op, shape in shapes}
 
 
@@ -87,9 +89,7 @@ def test_a_worker_that_crashes_costs_its_kernel_only(monkeypatch: Patch) -> None
     graph = chain(5)
     jobs = list(preparing._jobs(graph, ["cpu"]))
     bad = jobs[2].call.name
-    monkeypatch.setattr(
-        preparing, "COMMAND", (sys.executable, "-c", textwrap.dedent(FAKE), bad)
-    )
+    monkeypatch.setattr(preparing, "COMMAND", (sys.executable, "-c", textwrap.dedent(FAKE), bad))
     done = prepare(graph, ["cpu"])
     assert done[:3] == (5, 5, 1)
     assert "1 of 5 groups of ops could not be compiled" in done.notes[1]

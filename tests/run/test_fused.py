@@ -153,9 +153,7 @@ def test_any_small_net_gives_the_unplaced_numbers(
     torch.manual_seed(seed)
     batch = (torch.randn(6, 8),)
     optimizer = make(list(net.parameters()))
-    graph = capture(
-        net, batch, mean_square, optimizer, chunks, clip_grad_norm=clip, fuse=True
-    )
+    graph = capture(net, batch, mean_square, optimizer, chunks, clip_grad_norm=clip, fuse=True)
     placed = random_placement(graph, 3, seed)
     assert check(graph, net, optimizer, batch, *placed, NAMES, seed=seed).is_bit_equal
 

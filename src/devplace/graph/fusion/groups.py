@@ -43,13 +43,13 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
     of it is connected to the group: it never left.
 
     Any other labels that never fall along an edge and rise into every op with its own call serve as
-    well, and three rules use that. An op that waits for nothing (of the backward pass or the update
-    and reads no gradient, as what is computed again or decays; random numbers) gets the depth of its
-    first reader. An edge between ops of different parts (updates of different modules, micro-batches, ops pinned to
-    different devices) raises the depth. A component that holds ops of different keys all the same,
-    joined by ops without one, is cut where the key changes; updates of two modules that are joined
-    by the gradient of both stay together. A component of more than `MAX_MEMBERS` ops is cut in
-    topological order.
+    well, and the following rules use that. An op that waits for nothing (of the backward pass or
+    the update and reads no gradient, as what is computed again or decays; random numbers) gets the
+    depth of its first reader. An edge between ops of different parts (updates of different modules,
+    micro-batches, ops pinned to different devices) raises the depth. A component that holds ops of
+    different keys all the same, joined by ops without one, is cut where the key changes; updates of
+    two modules that are joined by the gradient of both stay together. A component of more than
+    `MAX_MEMBERS` ops is cut in topological order.
 
     Args:
         graph: The step; its ops say whether they are fusible.
@@ -144,9 +144,9 @@ class _Finder:
                 depth[index] = max(depth[index], latest)
 
     def _may_wait(self) -> list[bool]:
-        """Whether each op is fusible (or a view) and is of the backward pass or the update but reads
-        nothing of the backward pass, such as the decay of a moment, or reads nothing but what is
-        made anew or comes with the batch as scalars."""
+        """Whether each op is fusible (or a view) and is of the backward pass or the update but
+        reads nothing of the backward pass, such as the decay of a moment, or reads nothing but what
+        is made anew or comes with the batch as scalars."""
         graph = self._graph
         in_backward = [False] * len(graph.ops)
         is_free = [False] * len(graph.ops)
