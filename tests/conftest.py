@@ -19,6 +19,35 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels, times and links are kept in a folder of this run, for all of its tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEVPLACE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of fused ops are run one by one by PyTorch's kernels."""
+    monkeypatch.setenv("DEVPLACE_COMPILE", "0")
+    forget_kernels(monkeypatch)
+
+
+def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin with no kernels in this process, and leave it with those that it had before."""
+    from devplace.kernels import fused
+
+    monkeypatch.setattr(fused, "_kernels", {})
+    monkeypatch.setattr(fused, "_failures", {})
+
+
+@pytest.fixture
+def no_kernels_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled, or taken from disk, as in a new process."""
+    forget_kernels(monkeypatch)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _one_gpu_for_several() -> Iterator[None]:
     """Of `tests/run/gpus.py`."""
     if os.environ.get("DEVPLACE_GPU_TESTS") != "one" or not torch.cuda.is_available():

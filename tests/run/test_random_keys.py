@@ -25,6 +25,9 @@ from tests.run.placed import adam
 from tests.run.tracing import random_placement
 
 NAMES = ("cpu:0", "cpu:1", "cpu:2")
+# What is compiled is not what these are about.
+pytestmark = pytest.mark.usefixtures("one_by_one")
+
 BATCH = (torch.ones(4, 6),)
 
 

@@ -100,12 +100,12 @@ def source_of(call: FusedCall, signature: Signature) -> str:
         ExecutionError: The compiler refuses it, now or when it was tried before.
     """
     store = KernelStore(place_of(signature.device))
+    failure = store.read_failure(signature.key)
+    if failure is not None:  # also of one that compiles, but crashed when it was tried
+        raise ExecutionError(failure)
     source = store.read(signature.key)
     if source is not None:
         return source
-    failure = store.read_failure(signature.key)
-    if failure is not None:
-        raise ExecutionError(failure)
     try:
         source = compile_source(call, signature)
     except ExecutionError as error:

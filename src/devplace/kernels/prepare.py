@@ -69,7 +69,7 @@ def prepare(
     if missing:
         with nullcontext(compilers) if compilers else Compilers(len(missing)) as workers:
             workers.compile(missing, tell or (lambda text: None))
-    refused = sum(store_of(job).read(job.signature.key) is None for job in jobs)
+    refused = sum(store_of(job).read_failure(job.signature.key) is not None for job in jobs)
     return Prepared(len(jobs), len(missing), refused, time.monotonic() - begin)
 
 
@@ -83,7 +83,9 @@ def _jobs(graph: OpGraph, devices: Sequence[str]) -> Iterator[Job]:
             continue
         tensors = [arg.meta["val"] for arg in node.args]
         for device in devices:
-            for writes in dict.fromkeys([(), _writes(graph, node, over)]):
+            # Only steps on GPUs write over the old values.
+            fully = _writes(graph, node, over) if device.startswith("cuda") else ()
+            for writes in dict.fromkeys([(), fully]):
                 signature = signature_of(node.target.name, device, tensors, writes)
                 if signature not in seen:
                     seen.add(signature)

@@ -73,7 +73,8 @@ class DeviceWrites:
         at_end: Those that must wait until the device has done everything.
         drops: Instruction -> nodes whose values nothing needs after it (and its write-backs).
         scratch: Instruction -> how its op may use the memory of a source it is the last to read.
-        fused: Instruction of a fused op -> what it writes over its inputs.
+        fused: Instruction of a fused op -> what it writes over its inputs, by output as the
+            kernels that were compiled beforehand.
     """
 
     after: Mapping[int, tuple[WriteBack, ...]] = field(default_factory=dict)
@@ -188,7 +189,7 @@ def _of_device(
         tuple(at_end),
         {index: tuple(nodes) for index, nodes in drops.items()},
         _scratches(schedule, facts, reads, device, after),
-        {index: tuple(found) for index, found in fused.items()},
+        {index: tuple(sorted(found)) for index, found in fused.items()},
     )
 
 

@@ -31,7 +31,7 @@ def propagate(graph: torch.fx.Graph, changed: Iterable[Node]) -> None:
             _copy_input(graph, node)
         try:
             value = fake_call(node)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # torch raises one or the other
             if node.target not in _VIEWS:
                 raise
             _copy_input(graph, node)

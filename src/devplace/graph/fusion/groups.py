@@ -43,11 +43,13 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
     of it is connected to the group: it never left.
 
     Any other labels that never fall along an edge and rise into every op with its own call serve as
-    well, and three rules use that. An op that waits for nothing (of the backward pass and reads
-    nothing of it, as what is computed again; random numbers) gets the depth of its first reader. An
-    edge between ops of different
-    parts (updates of different modules, micro-batches, ops pinned to different devices) raises the
-    depth. A component of more than `MAX_MEMBERS` ops is cut in topological order.
+    well, and the following rules use that. An op that waits for nothing (of the backward pass or
+    the update and reads no gradient, as what is computed again or decays; random numbers) gets the
+    depth of its first reader. An edge between ops of different parts (updates of different modules,
+    micro-batches, ops pinned to different devices) raises the depth. A component that holds ops of
+    different keys all the same, joined by ops without one, is cut where the key changes; updates of
+    two modules that are joined by the gradient of both stay together. A component of more than
+    `MAX_MEMBERS` ops is cut in topological order.
 
     Args:
         graph: The step; its ops say whether they are fusible.
@@ -142,8 +144,9 @@ class _Finder:
                 depth[index] = max(depth[index], latest)
 
     def _may_wait(self) -> list[bool]:
-        """Whether each op is fusible (or a view) and is of the backward pass but reads nothing of
-        it, or reads nothing but what is made anew or comes with the batch as scalars."""
+        """Whether each op is fusible (or a view) and is of the backward pass or the update but
+        reads nothing of the backward pass, such as the decay of a moment, or reads nothing but what
+        is made anew or comes with the batch as scalars."""
         graph = self._graph
         in_backward = [False] * len(graph.ops)
         is_free = [False] * len(graph.ops)
@@ -157,23 +160,35 @@ class _Finder:
                 (op.is_fusible or op.is_view)
                 and all(is_free[m] or m in self.repeated for m in makers)
             )
-            is_late = op.stage == "backward" and not in_backward[index]
+            is_late = op.stage in ("backward", "update") and not in_backward[index]
             found[index] = (op.is_fusible or op.is_view) and (is_late or is_free[index])
         return found
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         members = [index for index in range(len(self._graph.ops)) if self._may_join(index)]
-        label = {index: (self._depth[index], 0) for index in members}
+        label = {index: (self._depth[index], 0, 0) for index in members}
         found = self._components(members, label)
         for component in found:
+            changes = self._changes(component)
             for place, index in enumerate(component):
-                label[index] = (self._depth[index], place // MAX_MEMBERS)
-        if any(len(component) > MAX_MEMBERS for component in found):
-            found = self._components(members, label)
+                label[index] = (self._depth[index], changes[index], place // MAX_MEMBERS)
+        found = self._components(members, label)
         return tuple(self._with_repeated(one) for one in found if self._is_worth_it(one))
 
+    def _changes(self, component: Sequence[int]) -> dict[int, int]:
+        """How often the key changes on the way to each op of a component, if it holds several."""
+        key = {index: self._part[index][0] for index in component}
+        changes = dict.fromkeys(component, 0)
+        if len({*key.values()} - {None}) > 1:
+            for index in component:
+                inside = [m for m in self._makers[index] if m in key]
+                changes[index] = max(
+                    (changes[m] + (key[m] != key[index]) for m in inside), default=0
+                )
+        return changes
+
     def _components(
-        self, members: Sequence[int], label: dict[int, tuple[int, int]]
+        self, members: Sequence[int], label: dict[int, tuple[int, int, int]]
     ) -> list[list[int]]:
         parent = {index: index for index in members}
 

@@ -1,0 +1,156 @@
+"""Compiling the kernels of a step beforehand."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels.groups import Compiler, in_a_new_process
+from tests.run.models import mean_square
+from tests.run.placed import adam
+from tests.run.tracing import place_by_module
+from torch import nn
+
+from devplace.graph import OpGraph
+from devplace.graph.capture import capture
+from devplace.kernels import prepare as preparing
+from devplace.kernels.fused import failures
+from devplace.kernels.prepare import prepare
+from devplace.run.schedule import make_schedule
+from devplace.run.unplaced import run_unplaced
+from devplace.run.write_back import write_backs
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _empty(monkeypatch: Patch, tmp_path: Path, no_kernels_yet: None) -> None:
+    """Nothing is compiled yet; there are two cores."""
+    monkeypatch.setenv("DEVPLACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(preparing, "num_cores", lambda: 2)
+
+
+def chain(products: int) -> OpGraph:
+    """So many tiny groups, each another one, with products between them."""
+    layers: list[nn.Module] = [nn.Linear(4, 4, bias=False)]
+    for k in range(products):
+        layers += [nn.Tanh() for _ in range(k + 2)]
+        layers.append(nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(*layers)
+    return capture(model, torch.randn(3, 4), fuse=True)
+
+
+def sources(graph: OpGraph) -> dict[int, torch.Tensor]:
+    """Ones for all."""
+    shapes = [
+        (b.op, graph.tensors[graph.ops[b.op].outputs[0]].shape) for b in graph.program.bindings
+    ]
+    return {op: torch.ones(shape) for op, shape in shapes}
+
+
+def test_worker_processes_compile_what_a_step_needs(monkeypatch: Patch) -> None:
+    """Four kernels by two processes; the step then compiles nothing, nor does a second one."""
+    graph, told = chain(4), []
+    done = prepare(graph, ["cpu"], told.append)
+    assert done[:3] == (4, 4, 0)
+    assert told == [f"compiling kernels ({k} of 4)" for k in (1, 2, 3, 4)]
+    assert done.notes[0].startswith("4 kernels were compiled in ")
+    compiler = Compiler(monkeypatch)
+    (output,) = run_unplaced(graph, sources(graph), 0, 1)
+    assert (compiler.calls, failures()) == ([], {})
+    monkeypatch.setenv("DEVPLACE_COMPILE", "0")
+    in_a_new_process(monkeypatch)
+    torch.testing.assert_close(output, run_unplaced(graph, sources(graph), 0, 1)[0])
+    monkeypatch.delenv("DEVPLACE_COMPILE")
+    assert prepare(graph, ["cpu"])[:3] == (4, 0, 0)
+
+
+FAKE = """
+    import os, sys
+    from devplace.kernels import worker
+    from devplace.kernels.signature import place_of
+    from devplace.kernels.store import KernelStore
+
+    def make(call, signature):
+        if call.name == sys.argv[1]:
+            os._exit(1)
+        KernelStore(place_of(signature.device)).write(signature.key, "call = tuple")
+
+    worker.make = make
+    worker.main()
+"""
+
+
+def test_a_worker_that_crashes_costs_its_kernel_only(monkeypatch: Patch) -> None:
+    """The other worker goes on with the rest."""
+    graph = chain(5)
+    jobs = list(preparing._jobs(graph, ["cpu"]))
+    bad = jobs[2].call.name
+    monkeypatch.setattr(preparing, "COMMAND", (sys.executable, "-c", textwrap.dedent(FAKE), bad))
+    done = prepare(graph, ["cpu"])
+    assert done[:3] == (5, 5, 1)
+    assert "1 of 5 groups of ops could not be compiled" in done.notes[1]
+    for job in jobs:
+        store, key = preparing._store(job), job.signature.key
+        assert (store.read(key) is None) == (job.call.name == bad)
+        assert (store.read_failure(key) is not None) == (job.call.name == bad)
+    assert prepare(graph, ["cpu"])[:3] == (5, 0, 1)
+
+
+def test_workers_that_do_not_start_cost_one_kernel_each(monkeypatch: Patch) -> None:
+    """What is left is compiled when it is met."""
+    graph = chain(5)
+    monkeypatch.setattr(preparing, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    assert prepare(graph, ["cpu"])[:3] == (5, 5, 2)
+    compiler = Compiler(monkeypatch, refuses=True)
+    run_unplaced(graph, sources(graph), 0, 1)
+    assert len(compiler.calls) == 3
+    assert len(failures()) == 5
+
+
+def test_few_kernels_are_compiled_in_this_process(monkeypatch: Patch) -> None:
+    """Two; what is refused is counted, and not tried again."""
+    compiler = Compiler(monkeypatch, refuses=True)
+    monkeypatch.setattr(preparing, "COMMAND", ("no-such-program",))
+    graph, told = chain(2), []
+    assert prepare(graph, ["cpu"], told.append)[:3] == (2, 2, 2)
+    assert len(compiler.calls) == len(told) == 2
+    assert prepare(graph, ["cpu"])[:3] == (2, 0, 2)
+    assert len(compiler.calls) == 2
+
+
+def test_nothing_is_prepared_where_nothing_is_compiled(monkeypatch: Patch) -> None:
+    """Switched off, no program, no groups."""
+    graph = chain(3)
+    compiler = Compiler(monkeypatch)
+    assert graph.plain is not None
+    assert prepare(graph.plain, ["cpu"])[:3] == (0, 0, 0)
+    monkeypatch.setenv("DEVPLACE_COMPILE", "0")
+    assert prepare(graph, ["cpu"])[:3] == (0, 0, 0)
+    assert compiler.calls == []
+
+
+def test_kernels_that_write_are_those_of_the_step() -> None:
+    """On a GPU a group is compiled with all that a step in the order of the trace writes over, and
+    without; on a CPU, where nothing is written over, without."""
+    layers = [nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2, bias=False)]
+    model = nn.Sequential(*layers)
+    optimizer = adam(list(model.parameters()))
+    graph = capture(model, (torch.randn(6, 8),), mean_square, optimizer, fuse=True)
+    jobs = [job.signature for job in preparing._jobs(graph, ["cpu", "cuda:0", "cuda:1"])]
+    schedule = make_schedule(graph, *place_by_module(graph, lambda op: 0, 1), ("cpu:0",))
+    (writes,) = write_backs(schedule)
+    found = set()
+    for index, over in writes.fused.items():
+        node = schedule.instructions[0][index].node
+        found.add((node.target.name, tuple((one.output, one.input) for one in over)))
+    assert max(len(over) for _, over in found) > 2
+    for device in ("cuda:0", "cuda:1"):
+        there = {(job.call, job.writes) for job in jobs if job.device == device}
+        assert {one for one in there if one[1]} == found
+        assert {call for call, _ in found} <= {call for call, over in there if not over}
+    assert not any(job.writes for job in jobs if job.device == "cpu")
+    assert len(set(jobs)) == len(jobs)

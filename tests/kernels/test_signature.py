@@ -1,0 +1,57 @@
+"""What kernels are made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from devplace.kernels.signature import Layout, layout_of, signature_of
+
+
+def key(*tensors: Any, call: str = "fused_a", device: str = "cpu", writes: Any = ()) -> str:
+    """Key of a call with these tensors."""
+    return signature_of(call, device, tensors, writes).key
+
+
+X = torch.zeros(4, 6)
+
+
+def test_whatever_a_kernel_depends_on_makes_another_key() -> None:
+    """Shape, strides, dtype, alignment, order, number of inputs; call, device, what is written."""
+    keys = [
+        key(X),
+        key(torch.zeros(6, 4)),
+        key(torch.zeros(6, 4).t()),
+        key(X.double()),
+        key(torch.zeros(25)[1:].view(4, 6)),
+        key(X, X),
+        key(X, torch.zeros(6)),
+        key(torch.zeros(6), X),
+        key(X, call="fused_b"),
+        key(X, device="cuda:0"),
+        key(X, writes=((0, 0),)),
+        key(X, writes=((1, 0),)),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_it_does_not_depend_on_makes_no_other_key() -> None:
+    """Values, the tensor itself, and where it lies as long as that is aligned."""
+    assert key(X) == key(torch.ones(4, 6)) == key(torch.zeros(28)[4:].view(4, 6))
+    assert key(X) == key(X.requires_grad_())
+    assert signature_of("a", torch.device("cpu"), [X]) == signature_of("a", "cpu", [X])
+
+
+@pytest.mark.parametrize(("offset", "is_aligned"), [(0, True), (1, False), (4, True), (6, False)])
+def test_alignment_counts_in_bytes_and_fake_tensors_have_it(offset: int, is_aligned: bool) -> None:
+    """Of float32 every fourth element is at a multiple of 16 bytes, of float64 every second."""
+    expected = Layout((5,), (1,), "float32", is_aligned)
+    assert layout_of(torch.zeros(16)[offset : offset + 5]) == expected
+    with FakeTensorMode():
+        fake = torch.zeros(16)[offset : offset + 5]
+        wide = torch.zeros(16, dtype=torch.float64)[offset : offset + 5]
+    assert layout_of(fake) == expected
+    assert layout_of(wide).is_aligned == (offset % 2 == 0)
