@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
 from devplace.graph.graph import Member, Op
@@ -60,8 +60,8 @@ class Cut(NamedTuple):
     """
 
     pattern: str
-    inside: Member
-    outside: Member
+    inside: Op | Member
+    outside: Op | Member
     other: str | None
 
 
@@ -72,19 +72,27 @@ def cut_by(op: Op, pins: Mapping[str, Hashable]) -> Cut | None:
         op: The op.
         pins: Pattern -> device; the first one that names a member, or the op, counts.
     """
-    if not pins:
+    found = deciding(op, pins) if op.members and pins else []
+    for pattern, inside in found:
+        if pattern is None:
+            continue
+        for other, outside in found:
+            if other is None or pins[other] != pins[pattern]:
+                return Cut(pattern, inside, outside, other)
         return None
-    wholly = {pattern for pattern in pins if fnmatch.fnmatchcase(op.name, pattern)}
-    found = [
-        (next((p for p in pins if p in wholly or names(p, member)), None), member)
-        for member in op.members
-        if member.is_bound
-    ]
-    first = next(((pattern, member) for pattern, member in found if pattern is not None), None)
-    if first is None or first[0] is None:
-        return None
-    pattern, inside = first
-    for other, outside in found:
-        if other is None or pins[other] != pins[pattern]:
-            return Cut(pattern, inside, outside, other)
     return None
+
+
+def deciding(op: Op, patterns: Collection[str]) -> list[tuple[str | None, Op | Member]]:
+    """The first pattern that names each thing an op computes, None where none does.
+
+    Args:
+        op: The op; of a fused one its members count, but those that pins do not bind.
+        patterns: Patterns, the first that names something counts; one that names a fused op names
+            all its members.
+    """
+    bound: list[Op | Member] = [m for m in op.members if m.is_bound] or [op]
+    wholly = {pattern for pattern in patterns if fnmatch.fnmatchcase(op.name, pattern)}
+    return [
+        (next((p for p in patterns if p in wholly or names(p, one)), None), one) for one in bound
+    ]

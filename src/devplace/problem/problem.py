@@ -14,7 +14,7 @@ from devplace.cost import CostTable
 from devplace.errors import ProblemError
 from devplace.graph import OpGraph
 from devplace.graph.members import parts_of
-from devplace.graph.patterns import cut_by, matches, names
+from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.names import resolve_device
@@ -301,7 +301,7 @@ def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]
         pattern = next((p for p in targets if matches(p, op)), None)
         if pattern is None:
             continue
-        used.add(pattern)
+        used.update(p for p, _ in deciding(op, targets) if p is not None)
         device = targets[pattern]
         previous = pinned_by.setdefault(group, (pattern, device))
         if previous[1] != device:
