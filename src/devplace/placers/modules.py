@@ -65,7 +65,7 @@ def module_chain(problem: Problem) -> ModuleChain:
         if found is not None and op.stage == "forward":
             rank.setdefault(found, len(rank))
         for member in op.members:
-            if member.module in leaf and member.stage == "forward":
+            if member.module in leaf and member.stage == "forward" and not member.is_view:
                 rank.setdefault(member.module, len(rank))
     for found in owner:
         if found is not None:
