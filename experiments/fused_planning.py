@@ -1,8 +1,9 @@
 """What fused graphs change for the planner: searches of equal seconds on plain and fused steps.
 
 Writes docs/results/fused_planning.json; the table is made from it by `tables.py`. Both steps stack
-gradients. Run: `python experiments/fused_planning.py [--seconds 10] [--workloads a,b] [--note ...]`,
-some 15 minutes with all workloads; nothing else should run meanwhile.
+gradients. Run: `python experiments/fused_planning.py [--seconds 10] [--workloads a,b]
+[--note TEXT]`, some 20 minutes with all workloads; nothing else should run
+meanwhile.
 """
 
 from __future__ import annotations
