@@ -105,7 +105,7 @@ def test_a_graph_from_a_file_cannot_be_fused_again() -> None:
     """Its plain step is not in the file; the message says what to do."""
     saved = serialize.from_json(serialize.to_json(fuse(fusible(LAYERS))))
     assert fuse_for(saved, {"t*": "cuda:0"}) is saved
-    with pytest.raises(GraphError, match=r"fuse\(graph, pinned_part\(pins\)\)"):
+    with pytest.raises(GraphError, match=r"fuse_for\(fuse\(graph\), pins\)"):
         fuse_for(saved, {"two": "cuda:0"})
 
 

@@ -37,7 +37,12 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of the ops that a fused op computes at once.
 
     Attributes:
-        name, target, stage, module, call, source_line: As of the op itself, see `Op`.
+        name: Name of the op.
+        target: What it calls.
+        stage: As of an `Op`, like what follows.
+        module: Dotted path of its module.
+        call: How many times the module had been called before.
+        source_line: Line of the user's code.
         is_view: Whether it is a view, which costs nothing.
         is_repeated: Whether every fused op that reads it computes it for itself.
         moved_bytes: Bytes it reads and writes when it runs alone: its share of the fused op.

@@ -31,7 +31,7 @@ def fuse_for(graph: OpGraph, pins: Mapping[str, str]) -> OpGraph:
     if graph.plain is None:
         raise GraphError(
             f"Pins cut the fused group {cut.name!r}, and a fused graph from a file does not hold "
-            f"the ops it was made of. Load or capture the step with fuse=False, then fuse it with "
-            f"the pins: fuse(graph, pinned_part(pins))."
+            f"the ops it was made of. Load or capture the plain step and fuse that: "
+            f"fuse_for(fuse(graph), pins)."
         )
     return fuse(graph.plain, pinned_part(pins))
