@@ -114,6 +114,11 @@ def stacked(data: dict[str, Any]) -> str:
     return search_tables.stacked(data, provenance_line(data["provenance"]))
 
 
+def fused_planning(data: dict[str, Any]) -> str:
+    """See `search_tables`."""
+    return search_tables.fused_planning(data, provenance_line(data["provenance"]))
+
+
 def scaling(data: dict[str, Any]) -> str:
     """See `search_tables`."""
     return search_tables.scaling(data, provenance_line(data["provenance"]))
@@ -143,6 +148,7 @@ TABLES = {
     "generalisation": generalisation,
     "scaling": scaling,
     "stacked": stacked,
+    "fused_planning": fused_planning,
     "compare_placers": compare_placers,
     "compare_60s": compare_placers,
     "plan_nmt8": plan_nmt8,

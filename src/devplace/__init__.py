@@ -33,6 +33,7 @@ _LAZY = {
     "load_plan": "devplace.plan",
     "parallelize": "devplace.auto.parallelize",
     "confirm": "devplace.auto.confirm",
+    "fuse": "devplace.graph.fusion",
     "lower_bound": "devplace.simulator.bounds",
     "place": "devplace.placers",
     "simulate": "devplace.simulator",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from devplace.cost.analytic import Analytic
     from devplace.graph import OpGraph
     from devplace.graph.capture import capture
+    from devplace.graph.fusion import fuse
     from devplace.machine import Device, Link, Machine, load_machine
     from devplace.placers.budget import Budget
     from devplace.placers.place import place
@@ -98,6 +100,7 @@ __all__ = [
     "confirm",
     "cost",
     "errors",
+    "fuse",
     "graph",
     "load_machine",
     "load_plan",

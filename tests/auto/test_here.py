@@ -12,6 +12,7 @@ from devplace.auto.here import (
     capture_device,
     excluded,
     find_machine,
+    fuses,
     missing_here,
     require_here,
 )
@@ -74,3 +75,15 @@ def test_without_its_gpus_a_machine_is_logical_cpus(monkeypatch: pytest.MonkeyPa
     machine = load_machine("h100x1")
     assert missing_here(machine, ("cuda:0",)) == ""
     assert capture_device(machine, ("cuda:0",)) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "expected"),
+    [("cuda", "", True), ("cuda", "triton is not installed", False), ("cpu", "", False)],
+)
+def test_steps_for_gpus_are_fused_where_a_compiler_is(
+    device: str, reason: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain without a compiler, and on CPUs whatever is there."""
+    monkeypatch.setattr("devplace.kernels.fused.why_not_compiled", lambda name: reason)
+    assert fuses(device) is expected

@@ -7,7 +7,9 @@ import torch
 from click.testing import CliRunner
 
 from devplace.cli.commands import devplace
+from devplace.cli.imported import fused_import
 from devplace.errors import InputError
+from devplace.testing import hand_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -42,6 +44,24 @@ def test_plan_explain_and_trace(path, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     rows = json.loads(call("compare", path, *common, "--placers", "single,heft"))["rows"]
     assert [row["placer"] for row in rows] == ["single", "heft"]
+
+
+def test_it_can_be_planned_fused(path, tmp_path):
+    """Ops of an export are known to be fusible or not; the plan says that it is fused."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+    saved, plan = tmp_path / "norm.pt2", tmp_path / "plan.json"
+    torch.export.save(torch.export.export(module.eval(), (torch.zeros(2, 4),)), str(saved))
+    call("plan", saved, "--fuse", "--machine", "k40x2", "--budget", "20ev", "-o", plan)
+    data = json.loads(plan.read_text())
+    assert data["request"]["fuse"]
+    assert any(name.startswith("fused_") for name in data["ops"])
+    assert "1" in call("explain", plan)
+
+
+def test_a_file_that_does_not_tell_what_is_fusible_is_refused():
+    """As of ONNX files; the message says what to do."""
+    with pytest.raises(InputError, match="Leave --fuse out"):
+        fused_import("net.onnx", hand_graph("x = input\na = Relu(x) result=output"), {})
 
 
 def test_it_cannot_be_run(path, tmp_path):

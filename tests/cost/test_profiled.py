@@ -18,6 +18,7 @@ from devplace.cost.signature import OpCall, TensorSpec, op_calls
 from devplace.cost.timing import free_bytes
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
+from devplace.kernels.prepare import Prepared
 from devplace.machine import Machine, detect, presets
 
 NAMES = ["rnnlm", "nmt-2", "gnmt-4", "bert-base", "gpt-2", "llama", "vit-b-16", "moe", "resnet-50"]
@@ -248,3 +249,24 @@ def test_free_memory_of_a_gpu_keeps_to_the_fraction(
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert free_bytes("cuda:0") == expected
+
+
+def test_compiling_tells_how_far_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told goes to the caller; plain steps tell nothing."""
+    told: list[str] = []
+
+    def prepare(graph: OpGraph, devices: Any, tell: Any) -> Prepared:
+        tell(f"compiling kernels for {devices}")
+        return Prepared(1, 1, 0, 2.0)
+
+    monkeypatch.setattr("devplace.kernels.prepare.prepare", prepare)
+    monkeypatch.setenv("DEVPLACE_COMPILE", "0")
+    workload = workloads.build("rnnlm", size="small", device="meta")
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.01)
+    step = capture(workload.model, workload.inputs, workload.loss_fn, optimizer, fuse=True)
+    assert step.plain is not None
+    model = Profiled(seconds=0.01, cache=None, tell=told.append)
+    model(step.plain, machine)
+    assert told == []
+    assert "1 kernels were compiled in 2.0 s" in model(step, machine).notes
+    assert told == ["compiling kernels for ['cpu']"]

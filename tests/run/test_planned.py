@@ -12,6 +12,7 @@ import torch
 
 import devplace as dp
 from devplace.errors import InputError, PlanMismatchError
+from devplace.graph.fusion import fuse_for
 from tests.graph.test_capture_stacking import batches, token_loss, unrolled
 
 BATCH = (torch.linspace(-1, 1, 24).reshape(4, 6).double(), torch.tensor([0, 1, 2, 1]))
@@ -147,6 +148,29 @@ def test_a_plan_with_stacked_gradients_runs_with_that_option(tmp_path: Path) -> 
     loaded = dp.load_plan(tmp_path / "plan.json")
     with dp.compile(model, loaded, **given, stack_gradients=True) as step:
         assert [float(step(*batch)) for _ in range(3)] == expected
+
+
+def test_a_fused_plan_with_pins_from_a_file_is_fused_around_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan file has the pins, so capturing again gives its groups."""
+    monkeypatch.setenv("DEVPLACE_COMPILE", "0")
+    layers = (torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+    model, x, y = torch.nn.Sequential(*layers), torch.randn(6, 8), torch.randint(4, (6,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss, pins = torch.nn.CrossEntropyLoss(), {"1": "cpu:1", "2": "cpu:0"}
+    graph = dp.capture(model, (x, y), loss, optimizer, fuse=True)
+    parted = fuse_for(graph, pins)
+    assert len(parted.ops) > len(graph.ops)
+    machine = dp.load_machine("cpux2")
+    problem = dp.Problem(parted, machine, dp.Analytic()(parted, machine), pins=pins)
+    dp.place(problem, dp.placers.Even(), budget="1ev").plan.save(tmp_path / "plan.json")
+    plan = dp.load_plan(tmp_path / "plan.json")
+    given: Any = {"optimizer": optimizer, "example_inputs": (x, y), "loss_fn": loss}
+    with dp.compile(model, plan, graph=parted) as first:
+        expected = [float(first(x, y)) for _ in range(3)]
+    with dp.compile(model, plan, **given, fuse=True) as step:
+        assert [float(step(x, y)) for _ in range(3)] == expected
 
 
 def test_another_loss_than_the_plans_is_not_ignored() -> None:

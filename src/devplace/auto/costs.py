@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +34,7 @@ def price(
     machine: Machine,
     skip: Sequence[str] = (),
     kernel_gap_ns: int | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> CostTable:
     """Costs for planning a step that will run here: measured ones.
 
@@ -42,11 +43,12 @@ def price(
         machine: Its machine.
         skip: Devices that are not used, so need no measuring.
         kernel_gap_ns: Of ops on GPUs, ns; default: the one kept for this machine, else HOPPER's.
+        tell: Told how far the compiling of fused groups is.
     """
     gpus = [d.name for d in machine.devices if d.kind == "gpu" and d.name not in skip]
     if kernel_gap_ns is None:
         kernel_gap_ns = (_kept_or_hopper(machine) if gpus else HOPPER).kernel_gap_ns
-    table = Profiled(skip=tuple(skip), kernel_gap_ns=kernel_gap_ns)(graph, machine)
+    table = Profiled(skip=tuple(skip), kernel_gap_ns=kernel_gap_ns, tell=tell)(graph, machine)
     if not gpus or table.origin != "profiled":
         return table
     from devplace.run.cuda.memory import held_bytes

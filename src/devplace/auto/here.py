@@ -58,6 +58,16 @@ def capture_device(machine: Machine, exclude: Sequence[str] = ()) -> str:
     return "cuda" if there else "cpu"
 
 
+def fuses(device_type: str) -> bool:
+    """Whether a step captured for a type of device of this computer is fused unless told otherwise:
+    on GPUs, if a compiler for them is there."""
+    if device_type != "cuda":
+        return False
+    from devplace.kernels.fused import why_not_compiled
+
+    return not why_not_compiled("cuda:0")
+
+
 def missing_here(machine: Machine, exclude: Sequence[str] = ()) -> str:
     """Why the machine's devices are not those of this computer; empty if they are.
 

@@ -62,9 +62,15 @@ def _problem_options(command: F) -> F:
             "--micro-batches", default=1, show_default=True, type=int, help="Chunks of the batch."
         ),
         click.option(
-            "--stack-gradients",
-            is_flag=True,
-            help="One product for the gradient of a weight used many times.",
+            "--fuse/--no-fuse",
+            default=None,
+            help="Ops that one compiled kernel can compute are one op; default: for GPUs of this "
+            "computer, if a compiler is there.",
+        ),
+        click.option(
+            "--stack-gradients/--no-stack-gradients",
+            default=None,
+            help="One product for the gradient of a weight used many times; default: as --fuse.",
         ),
         click.option("--optimizer", default="sgd", show_default=True, metavar="sgd|adam|adamw"),
         click.option(

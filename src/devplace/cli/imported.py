@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from devplace.errors import InputError
@@ -36,6 +37,21 @@ def read_graph(model: str, batch: int | None, micro_batches: int, size: str) -> 
     from devplace.graph.capture.exported import read_pt2
 
     return read_pt2(model)
+
+
+def fused_import(model: str, graph: OpGraph, pins: Mapping[str, str]) -> OpGraph:
+    """An imported graph with its ops fused, none over a pin.
+
+    Raises:
+        InputError: The file does not say which ops a compiler can fuse.
+    """
+    from devplace.graph.fusion import fuse, fuse_for
+
+    if not any(op.is_fusible for op in graph.ops):
+        raise InputError(
+            f"{model} does not say which of its ops a compiler can fuse. Leave --fuse out."
+        )
+    return fuse_for(fuse(graph), pins)
 
 
 def refuse_running(model: str) -> None:

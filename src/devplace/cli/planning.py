@@ -227,9 +227,10 @@ class CompareOutcome:
         from devplace.report import comparison_table
 
         graph = self.session.problem.graph
+        fused = f" (fused of {len(graph.plain.ops)})" if graph.plain is not None else ""
         click.echo(
             f"{self.session.request.model} on {self.session.problem.machine.name}: "
-            f"{len(graph.ops)} ops, {graph.num_edges} edges, captured for "
+            f"{len(graph.ops)} ops{fused}, {graph.num_edges} edges, captured for "
             f"{graph.meta.get('device', 'cpu')}; {self.session.problem.costs.origin} costs"
         )
         console().print(comparison_table(self.rows, problem=self.session.problem, bound=self.bound))

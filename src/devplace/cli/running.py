@@ -82,6 +82,7 @@ def run(
 
     problem = session.problem
     timeline = plan.timeline(problem)
+    _compile_kernels(plan, session)
     with working("checking against the unplaced step"):
         report = check_plan(
             plan,
@@ -122,6 +123,20 @@ def run(
         },
         found,
     )
+
+
+def _compile_kernels(plan: Plan, session: Session) -> None:
+    """Compile what a fused step needs, telling how far that is; the runs find it on disk."""
+    graph = session.problem.graph
+    if not any(op.members for op in graph.ops):
+        return
+    from devplace.kernels.prepare import prepare
+    from devplace.run.executors import used_devices
+    from devplace.run.schedule import make_schedule
+
+    schedule = make_schedule(graph, plan.placement, plan.order, plan.device_names)
+    with working("compiling kernels") as note:
+        prepare(graph, used_devices(schedule), note)
 
 
 def _keep(path: Path, plan: Plan, measured: Any) -> list[str]:

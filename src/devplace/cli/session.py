@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from devplace.cli.imported import is_imported, read_graph, refuse_running
+from devplace.cli.imported import fused_import, is_imported, read_graph, refuse_running
 from devplace.cli.plan_files import PlanFiles, model_file
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.files import why_unwritable
@@ -36,6 +36,7 @@ OPTIONS = (
     "batch",
     "micro_batches",
     "stack_gradients",
+    "fuse",
     "optimizer",
     "objective",
 )
@@ -52,7 +53,9 @@ class Request:
         size: `small` or `full`.
         batch: Samples per step, or None.
         micro_batches: Chunks of the batch.
-        stack_gradients: Of `capture`.
+        stack_gradients: Of `capture`; None: as `fuse`.
+        fuse: Of `capture`; None: where the step is captured for GPUs of this computer and a
+            compiler for them is there.
         optimizer: One of `OPTIMIZERS`.
         limits, pins, exclude: See `Problem`.
         device: torch device type to capture for; empty: `cuda` if the machine's GPUs are here.
@@ -64,7 +67,8 @@ class Request:
     size: str = "full"
     batch: int | None = None
     micro_batches: int = 1
-    stack_gradients: bool = False
+    stack_gradients: bool | None = None
+    fuse: bool | None = None
     optimizer: str = "sgd"
     limits: dict[str, int | str] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
@@ -137,6 +141,7 @@ class _Made(msgspec.Struct):
     device: str = "cpu"
     objective: str = "latency"
     stack_gradients: bool = False
+    fuse: bool = False
     folder: str | None = None
 
 
@@ -190,7 +195,7 @@ def open_session(request: Request, *, with_values: bool = False) -> Session:
     _check_devices(request, machine)
     if is_imported(request.model):
         return _open_imported(request, machine, with_values)
-    request = replace(request, device=_device(request, machine))
+    request = _decided(request, machine)
     workload, optimizer, graph = _capture(request, "cpu" if with_values else "meta")
     machine, costs = _priced(request, machine, graph)
     problem = Problem(
@@ -212,9 +217,11 @@ def _open_imported(request: Request, machine: Machine, with_values: bool) -> Ses
         refuse_running(request.model)
     if request.stack_gradients:
         raise InputError(f"{request.model} is an inference. Leave --stack-gradients out.")
-    request = replace(request, device="cpu")
+    request = replace(request, device="cpu", fuse=bool(request.fuse), stack_gradients=False)
     with working("reading the graph"):
         graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
+        if request.fuse:
+            graph = fused_import(request.model, graph, request.pins)
     problem = Problem(
         graph,
         machine,
@@ -237,8 +244,18 @@ def _priced(request: Request, machine: Machine, graph: OpGraph) -> tuple[Machine
     if request.machine == "detect":
         with working("probing links"):
             machine = measured_machine(machine)
-    with working("timing ops"):
-        return machine, price(graph, machine, request.exclude)
+    with working("timing ops") as note:
+        return machine, price(graph, machine, request.exclude, tell=note)
+
+
+def _decided(request: Request, machine: Machine) -> Request:
+    """The request with what it left open."""
+    from devplace.auto.here import fuses
+
+    device = _device(request, machine)
+    fuse = fuses(device) if request.fuse is None else request.fuse
+    stack = fuse if request.stack_gradients is None else request.stack_gradients
+    return replace(request, device=device, fuse=fuse, stack_gradients=stack)
 
 
 def _device(request: Request, machine: Any) -> str:
@@ -302,10 +319,15 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
             optimizer,
             request.micro_batches,
             stack_gradients=request.stack_gradients,
+            fuse=bool(request.fuse),
             name=request.model,
             device=request.device,
             progress=lambda stage, count: note(f"{stage}: {count} nodes"),
         )
+        if request.fuse:
+            from devplace.graph.fusion import fuse_for
+
+            graph = fuse_for(graph, request.pins)
     return workload, optimizer, graph
 
 

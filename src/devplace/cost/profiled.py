@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Profiled:
         cpu_threads: Threads of a CPU device; default: one if there are several CPU devices, else
             torch's.
         kernel_gap_ns: What an op on a GPU takes longer in a step than in a chain of its like, ns.
+        tell: Told how far the compiling of fused groups is, which comes first and does not count
+            as measuring.
     """
 
     seconds: float = 5.0
@@ -60,6 +62,7 @@ class Profiled:
     skip: tuple[str, ...] = ()
     cpu_threads: int | None = None
     kernel_gap_ns: int = KERNEL_GAP_NS
+    tell: Callable[[str], None] | None = None
 
     def __call__(self, graph: OpGraph, machine: Machine) -> CostTable:
         """Price every op of `graph` on every device of `machine`.
@@ -79,7 +82,7 @@ class Profiled:
         calls, extremes = op_calls(graph, cold), extreme_calls(graph) if fast else {}
         compute_ns, workspace = table.compute_ns.copy(), workspaces(graph)
         warm_ns, cold_ns = compute_ns.copy(), compute_ns.copy()
-        notes = _prepared(graph, machine, self.skip)
+        notes = _prepared(graph, machine, self.skip, self.tell)
         done: dict[str, Priced] = {}
         kernels = np.zeros(compute_ns.shape, np.bool_)
         for column, device in enumerate(machine.devices):
@@ -125,7 +128,12 @@ class Profiled:
         return place, lambda call: time_on_cpu(call, threads)
 
 
-def _prepared(graph: OpGraph, machine: Machine, skip: Sequence[str]) -> list[str]:
+def _prepared(
+    graph: OpGraph,
+    machine: Machine,
+    skip: Sequence[str],
+    tell: Callable[[str], None] | None = None,
+) -> list[str]:
     """Compile fused ops before anything is timed; gives what the user should know."""
     if not any(op.members for op in graph.ops):
         return []
@@ -133,7 +141,7 @@ def _prepared(graph: OpGraph, machine: Machine, skip: Sequence[str]) -> list[str
 
     kind = graph.program.device
     names = [d.name for d in machine.devices if d.name not in skip and d.kind == "gpu"]
-    done = prepare(graph, _present(names) if kind == "cuda" else ["cpu"])
+    done = prepare(graph, _present(names) if kind == "cuda" else ["cpu"], tell)
     return list(done.notes)
 
 

@@ -33,11 +33,20 @@ class Tensor(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of the ops that a fused op computes at once.
 
     Attributes:
-        name, target, stage, module, call, source_line: As of the op itself, see `Op`.
+        name: Name of the op.
+        target: What it calls.
+        stage: As of an `Op`, like what follows.
+        module: Dotted path of its module.
+        call: How many times the module had been called before.
+        source_line: Line of the user's code.
+        is_view: Whether it is a view, which costs nothing.
+        is_repeated: Whether every fused op that reads it computes it for itself.
+        moved_bytes: Bytes it reads and writes when it runs alone: its share of the fused op.
+        reads: Which inputs of the fused op it reads, itself or through views.
     """
 
     name: str
@@ -46,6 +55,15 @@ class Member(msgspec.Struct, frozen=True):
     module: str = ""
     call: int = 0
     source_line: str = ""
+    is_view: bool = False
+    is_repeated: bool = False
+    moved_bytes: int = 0
+    reads: tuple[int, ...] = ()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether pins bind it: views follow what they show, and repeated ops their readers."""
+        return not (self.is_view or self.is_repeated)
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -104,7 +122,8 @@ class Op(msgspec.Struct, frozen=True):
     @property
     def targets(self) -> tuple[str, ...]:
         """What it calls: its target, or those of its members."""
-        return tuple(member.target for member in self.members) or (self.target,)
+        calls = tuple(member.target for member in self.members if not member.is_view)
+        return calls or (self.target,)
 
     @property
     def is_view(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from devplace.graph.graph import Stage
+from devplace.graph.members import Part
 from devplace.load.problem import I32
 from devplace.problem import Problem
 
@@ -14,7 +16,9 @@ def step_classes(problem: Problem) -> I32:
     Colocation groups, and each backward op with the forward op it differentiates: a forward op of
     the same module call and source line (of the same call where no line is known); where there are
     several, the last whose output it reads, else the last that reads what it reads, else that of
-    the gradient it continues, else the last one. Nothing is joined that no device can run together.
+    the gradient it continues, else the last one. A fused group stands for all its members: those of
+    a backward group are tried in order, the one that makes most first. Nothing is joined that no
+    device can run together.
 
     Source: Tarnawski et al. (2020), arXiv 2006.16423: forward and backward nodes of a layer share a
     device. Differs from it: by op; a captured graph tells module, call and line of a backward op.
@@ -35,10 +39,9 @@ class _Classes:
         self._carrier: list[int] = tasks.in_carrier.tolist()
         self._maker: list[int] = maker.tolist()
         self._forward: dict[tuple[object, ...], list[int]] = {}
-        for task, op in enumerate(self.ops):
-            if op.stage == "forward":
-                for key in self._keys(task):
-                    self._forward.setdefault(key, []).append(task)
+        for task in range(len(self.ops)):
+            for key in dict.fromkeys(self._keys(task, "forward")):
+                self._forward.setdefault(key, []).append(task)
         self._match: dict[int, int] = {}
         for task, op in enumerate(self.ops):
             if op.stage == "backward":
@@ -47,16 +50,22 @@ class _Classes:
                     self._match[task] = found
                     self._join(task, found)
 
-    def _keys(self, task: int) -> list[tuple[object, ...]]:
+    def _keys(self, task: int, stage: Stage) -> list[tuple[object, ...]]:
+        """Keys of what an op computes in a stage: with lines, then without."""
         op = self.ops[task]
-        call = (op.module, op.call, op.micro_batch)
-        return [(*call, op.source_line), call]
+        parts: list[Part] = [op, *(m for m in op.members if m.is_bound)]
+        calls = [
+            (p.module, p.call, op.micro_batch, p.source_line) for p in parts if p.stage == stage
+        ]
+        return [*calls, *(call[:3] for call in calls)]
 
     def _reads(self, task: int) -> list[int]:
         return self._carrier[self._in_ptr[task] : self._in_ptr[task + 1]]
 
     def _forward_of(self, task: int) -> int | None:
-        peers = next((self._forward[k] for k in self._keys(task) if k in self._forward), None)
+        keyed = (self._forward.get(key, []) for key in self._keys(task, "backward"))
+        others = ([peer for peer in peers if peer != task] for peers in keyed)
+        peers = next((peers for peers in others if peers), None)
         if peers is None:
             return None
         if len(peers) == 1:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.graph import Op
+from devplace.graph.members import module_shares, parts_of
 from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
 from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
+_WHOLE = 10**9  # divided among the modules of a group, to compare them
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +23,8 @@ class ModuleChain:
     """Modules of a model in forward order, with what each costs.
 
     Ops that belong to the model itself (`""`) and to containers count with the module that made
-    what they read.
+    what they read. A fused group belongs to the module that makes most of it; modules all of whose
+    ops lie in groups of others are in the chain too, with no time of their own.
 
     Attributes:
         names: Module paths.
@@ -49,17 +53,20 @@ def module_chain(problem: Problem) -> ModuleChain:
     producer = tasks.carrier_maker
     owner: list[str | None] = [None] * tasks.num_tasks
     for task, index in enumerate(tasks.task_op):
-        module = graph.ops[index].module
-        if module in leaf:
-            owner[task] = module
+        owner[task] = _leaf_of(graph.ops[index], leaf)
+        if owner[task] is not None:
             continue
         makers = producer[tasks.in_carrier[tasks.in_ptr[task] : tasks.in_ptr[task + 1]]]
         owner[task] = next((owner[m] for m in makers[::-1] if owner[m] is not None), None)
     rank: dict[str, int] = {}
     for task, index in enumerate(tasks.task_op):
         found = owner[task]
-        if found is not None and graph.ops[index].stage == "forward":
+        op = graph.ops[index]
+        if found is not None and op.stage == "forward":
             rank.setdefault(found, len(rank))
+        for member in op.members:
+            if member.module in leaf and member.stage == "forward" and not member.is_view:
+                rank.setdefault(member.module, len(rank))
     for found in owner:
         if found is not None:
             rank.setdefault(found, len(rank))
@@ -70,8 +77,16 @@ def module_chain(problem: Problem) -> ModuleChain:
     return ModuleChain(tuple(rank), of_task, time, _module_bytes(problem, of_task, len(rank)))
 
 
+def _leaf_of(op: Op, leaf: set[str]) -> str | None:
+    """The module that an op belongs to, of a fused group the one that makes most of it."""
+    if op.module in leaf:
+        return op.module
+    shares = {m: n for m, n in module_shares(op, _WHOLE).items() if m in leaf and n}
+    return max(shares, key=lambda module: shares[module], default=None)
+
+
 def _leaf_modules(problem: Problem) -> set[str]:
-    paths = {op.module for op in problem.graph.ops if op.module}
+    paths = {part.module for op in problem.graph.ops for part in parts_of(op) if part.module}
     parents = {path.rpartition(".")[0] for path in paths}
     return paths - parents
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from devplace.cost import CostTable
 from devplace.errors import ProblemError
 from devplace.graph import OpGraph
-from devplace.graph.patterns import matches
+from devplace.graph.members import parts_of
+from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.names import resolve_device
@@ -40,8 +41,9 @@ class Problem:
             one is told in `notes`.
 
     Raises:
-        ProblemError: Unknown device, unreadable limit, a pin that matches nothing or contradicts
-            another, an op that no device can run.
+        ProblemError: Unknown device, unreadable limit, a pin that matches nothing, contradicts
+            another or cuts a fused group (see `graph.fusion.fuse_for`), an op that no device can
+            run.
     """
 
     graph: OpGraph
@@ -293,12 +295,13 @@ def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]
                 f"A pin must name a usable device: {wanted!r} is pinned to "
                 f"{machine.device_names[target]}, which is excluded. Change one of them."
             )
+    _refuse_cuts(problem, targets)
     for task, op_index in enumerate(tasks.task_op if targets else ()):
         op, group = graph.ops[op_index], int(tasks.group[task])
         pattern = next((p for p in targets if matches(p, op)), None)
         if pattern is None:
             continue
-        used.add(pattern)
+        used.update(p for p, _ in deciding(op, targets) if p is not None)
         device = targets[pattern]
         previous = pinned_by.setdefault(group, (pattern, device))
         if previous[1] != device:
@@ -324,12 +327,31 @@ def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]
     return tuple(dict.fromkeys(notes))
 
 
+def _refuse_cuts(problem: Problem, targets: Mapping[str, int]) -> None:
+    """Refuse pins that part the members of a fused group."""
+    for op in problem.graph.ops:
+        cut = cut_by(op, targets)
+        if cut is None:
+            continue
+        inside, outside = (f"{m.name!r} (module {m.module!r})" for m in (cut.inside, cut.outside))
+        away = ""
+        if cut.other is not None:
+            away = f", which {cut.other!r} sends to {problem.pins[cut.other]}"
+        raise ProblemError(
+            f"A pin must not cut a fused group: {cut.pattern!r} sends {inside} to "
+            f"{problem.pins[cut.pattern]}, but its group {op.name!r} also computes "
+            f"{outside}{away}. Fuse with these pins, then price that graph: "
+            f"graph = fuse_for(graph, pins), of devplace.graph.fusion."
+        )
+
+
 def _unused_pin(problem: Problem, pattern: str, targets: Mapping[str, int]) -> str:
     """Why a pin binds no task: a note if that is harmless, else an error."""
     graph, tasks = problem.graph, problem.core.tasks
     matched = [index for index, op in enumerate(graph.ops) if matches(pattern, op)]
-    if not matched:
-        modules = sorted({op.module.split(".")[0] for op in graph.ops if op.module})
+    parts = [part for op in graph.ops for part in parts_of(op)]
+    if not matched and not any(names(pattern, part) for part in parts):
+        modules = sorted({part.module.split(".")[0] for part in parts if part.module})
         raise ProblemError(
             f"Every pin must match something: {pattern!r} matches no module or op. "
             f"Top-level modules: {', '.join(modules[:20]) or 'none'}."

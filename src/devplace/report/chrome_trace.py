@@ -11,6 +11,7 @@ import msgspec
 
 from devplace.errors import InputError
 from devplace.files import write_whole
+from devplace.graph.members import modules_of
 from devplace.machine.machine import channels_of
 from devplace.simulator import Timeline
 from devplace.units import NS_PER_US
@@ -23,6 +24,7 @@ Event = dict[str, Any]
 Span = tuple[int, int, str, str, Event]
 """Start ns, finish ns, name, category, args."""
 PLANNED, MEASURED = 1, 2
+_NAMED = 8  # members of a fused group that are named
 
 
 def chrome_trace(
@@ -33,7 +35,8 @@ def chrome_trace(
     """Trace of a step in the JSON object form of the Chrome trace format.
 
     The process `planned` has one row per device, one per link channel and one memory counter per
-    device. A row never holds two slices at once; a device that runs several ops at a time gets
+    device. A fused group is one slice, with the modules and first members among its args. A row
+    never holds two slices at once; a device that runs several ops at a time gets
     several rows. A transfer is shown while it occupies its channels; its arrival, a latency
     later, is among its args. Times are microseconds from the start of the step.
 
@@ -216,6 +219,10 @@ def _op_span(timeline: Timeline, index: int, start: int, finish: int, extra: Eve
         "flops": op.flops,
         **extra,
     }
+    if op.members:
+        args["modules"] = list(modules_of(op))
+        args["members"] = [member.name for member in op.members[:_NAMED]]
+        args["num_members"] = len(op.members)
     return start, finish, op.name, "op", args
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from devplace.errors import InputError
+from devplace.graph.members import calls_text, modules_of, where_text
 from devplace.simulator import Timeline
 from devplace.units import format_bytes, format_time
 
@@ -29,6 +30,8 @@ class Deviation:
         count: How many ops or transfers it sums up.
         planned_ns, measured_ns: Time, summed over them.
         num_bytes: What a transfer carries; 0 for ops.
+        modules: Of a fused group, the modules of its members.
+        about: The same in words, for tables; of kinds what they call.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Deviation:
     planned_ns: int
     measured_ns: int
     num_bytes: int = 0
+    modules: tuple[str, ...] = ()
+    about: str = ""
 
     @property
     def difference_ns(self) -> int:
@@ -54,6 +59,8 @@ class Deviation:
             "difference_ns": self.difference_ns,
             "share": self.difference_ns / step_ns if step_ns else 0.0,
             "bytes": self.num_bytes,
+            **({"modules": list(self.modules)} if self.modules else {}),
+            **({"about": self.about} if self.about else {}),
         }
 
 
@@ -159,13 +166,18 @@ def _ops(timeline: Timeline, measured: MeasuredTimeline) -> tuple[list[Deviation
     planned = (timeline.finish_ns - timeline.start_ns).tolist()
     seen = (measured.finish_ns - measured.start_ns).tolist()
     rows, keyed = [], []
+    calls: dict[str, str] = {}
     for device, order in enumerate(timeline.order):
         for op in order:
             if measured.start_ns[op] >= 0:
-                row = Deviation(graph.ops[op].name, names[device], 1, planned[op], seen[op])
+                one, times = graph.ops[op], (planned[op], seen[op])
+                row = Deviation(one.name, names[device], 1, *times)
+                keyed.append((one.target, names[device], row))
+                if one.members:
+                    row = replace(row, modules=modules_of(one), about=where_text(one))
+                    calls[one.target] = calls_text(one)
                 rows.append(row)
-                keyed.append((graph.ops[op].target, names[device], row))
-    return rows, _summed(keyed)
+    return rows, [replace(row, about=calls.get(row.name, "")) for row in _summed(keyed)]
 
 
 def _devices(timeline: Timeline, measured: MeasuredTimeline) -> list[Deviation]:
@@ -245,7 +257,7 @@ def _table(title: str, head: str, rows: Sequence[Deviation], step_ns: int) -> Ta
     for row in rows:
         sign = "+" if row.difference_ns > 0 else ""
         cells: list[str | Text] = [
-            Text(row.name),
+            Text(f"{row.name} ({row.about})" if row.about else row.name),
             Text(row.where),
             str(row.count),
             format_time(row.planned_ns),

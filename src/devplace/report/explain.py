@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from devplace.graph.members import module_shares, modules_of, parts_of, readers_in
 from devplace.graph.patterns import matches
 from devplace.report.fallback import Fallback, fallbacks
 from devplace.report.limits import Limits, find_limits, limits_text
@@ -43,8 +44,9 @@ class ModuleRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         module: Dotted path; `""` is the model itself.
-        ops: Number of its ops (no views, no sources).
-        devices: Device -> time of its ops there, ns; most first.
+        ops: Number of its ops, members of fused groups among them (no views, no sources).
+        devices: Device -> time of its ops there, ns; most first. The time of a fused group is
+            shared among the modules of its members (see `graph.members.module_shares`).
         time_ns: Time of all its ops.
         critical_ns: Time of its ops on the critical path.
         critical_share: The same as a share of the step.
@@ -195,10 +197,12 @@ def module_rows(timeline: Timeline) -> tuple[ModuleRow, ...]:
     for index, op in enumerate(graph.ops):
         if op.is_source:
             continue
-        per_device[op.module][names[devices[index]]] += spent[index]
-        count[op.module] += not op.is_view
-        if index in critical:
-            on_path[op.module] += spent[index]
+        for module, ns in module_shares(op, spent[index]).items():
+            per_device[module][names[devices[index]]] += ns
+            if index in critical:
+                on_path[module] += ns
+        for part in parts_of(op):
+            count[part.module] += not part.is_view
     reasons = _Reasons(timeline)
     rows = []
     for module, times in per_device.items():
@@ -223,7 +227,8 @@ def _received_bytes(timeline: Timeline) -> dict[str, int]:
         readers = tasks.cons[tasks.cons_ptr[x] : tasks.cons_ptr[x + 1]]
         readers = readers[device[readers] == transfer.dst]
         first = readers[np.argmin(start[readers])]
-        received[graph.ops[tasks.task_op[first]].module] += int(tasks.carrier_bytes[x])
+        reader = readers_in(graph, graph.ops[tasks.task_op[first]], transfer.tensor)[0]
+        received[reader.module] += int(tasks.carrier_bytes[x])
     return received
 
 
@@ -241,13 +246,14 @@ class _Reasons:
         self._pinned: set[str] = set()
         for op_index, group in zip(tasks.task_op.tolist(), tasks.group.tolist(), strict=True):
             op = problem.graph.ops[op_index]
-            self._groups[op.module].add(group)
+            for module in modules_of(op):
+                self._groups[module].add(group)
             if op.role in ("parameter", "buffer", "state"):
                 sizes = (problem.graph.tensors[t].num_bytes for t in op.outputs)
                 self._static[op.module] += sum(sizes)
                 self._homes[op.module].add(self._names[timeline.devices[op_index]])
             if any(matches(pattern, op) for pattern in problem.pins):
-                self._pinned.add(op.module)
+                self._pinned.update(modules_of(op))
 
     def why(self, module: str, devices: list[str], total: int, path: int, received: int) -> Why:
         """The first reason that holds (see `Why`)."""

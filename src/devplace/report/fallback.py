@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.graph import Op
+from devplace.graph.members import calls_text, where_text
 from devplace.graph.patterns import matches
 from devplace.simulator import Timeline
 from devplace.units import NS_PER_MS
@@ -89,7 +92,7 @@ class _Why:
         self._pinned: set[int] = set()
         for task, index in enumerate(tasks.task_op.tolist()) if patterns or problem.pins else ():
             op, group = problem.graph.ops[index], int(tasks.group[task])
-            if any(fnmatch.fnmatchcase(op.target, pattern) for pattern in patterns):
+            if _is_unsupported(op, patterns):
                 self._stuck.add(group)
             if any(matches(pattern, op) for pattern in problem.pins):
                 self._pinned.add(group)
@@ -103,6 +106,11 @@ class _Why:
         if not self._problem.allowed[group, self._fastest] and group in self._pinned:
             return "pinned"
         return "memory" if self._group_bytes[group] > self._room else self._free
+
+
+def _is_unsupported(op: Op, patterns: Sequence[str]) -> bool:
+    """Whether a device lacks a kernel for an op, or for a member of a fused one."""
+    return any(fnmatch.fnmatchcase(call, pattern) for call in op.targets for pattern in patterns)
 
 
 def _group_bytes(timeline: Timeline) -> I64:
@@ -122,8 +130,8 @@ def _text(
     shown = []
     for task in members[:_NAMED]:
         op = graph.ops[tasks.task_op[task]]
-        where = f" in {op.module}" if op.module else ""
-        shown.append(f"{op.name} ({op.target}{where})")
+        where = f" in {where_text(op)}" if where_text(op) else ""
+        shown.append(f"{op.name} ({calls_text(op)}{where})")
     more = f" and {len(members) - _NAMED:,} more" if len(members) > _NAMED else ""
     verb = "run" if len(members) > 1 else "runs"
     because = _because(timeline, members, fastest, reason)
@@ -139,8 +147,7 @@ def _because(timeline: Timeline, members: list[int], fastest: str, reason: Reaso
     graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
     index = timeline.problem.machine.device_index[fastest]
     patterns = timeline.problem.machine.devices[index].unsupported_ops
-    targets = {graph.ops[tasks.task_op[task]].target for task in members}
-    is_all = all(any(fnmatch.fnmatchcase(t, pattern) for pattern in patterns) for t in targets)
+    is_all = all(_is_unsupported(graph.ops[tasks.task_op[task]], patterns) for task in members)
     them, they_do = ("them", "they do") if len(members) > 1 else ("it", "it does")
     company = "" if is_all else f", or for what must sit with {them}"
     share = f"{int(timeline.busy_ns[index]) / max(1, timeline.makespan_ns):.0%} of"

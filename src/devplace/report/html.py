@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from devplace.errors import InputError
 from devplace.files import write_whole
+from devplace.graph.members import some_text
 from devplace.placers import Result
 from devplace.report.chrome_trace import Span, lanes, planned_rows
 from devplace.report.explain import explain
@@ -22,6 +23,7 @@ from devplace.simulator import Timeline
 from devplace.units import format_bytes, format_time
 
 _STAGES = {"forward": 0, "backward": 1, "update": 2, "transfer": 3}
+_NAMED = 4  # modules of a fused group that are named
 
 
 def html_report(result: Result, results: Sequence[Result | Skipped] = ()) -> str:
@@ -154,9 +156,14 @@ def _info(args: dict[str, Any]) -> str:
     if "from" in args:
         return f"{args['from']} to {args['to']}, {format_bytes(args['bytes'])}"
     place = " ".join(part for part in (args["module"], args["source"]) if part)
-    return (
-        f"{place}\n{args['target']}, {args['stage']}, makes {format_bytes(args['bytes'])}".strip()
-    )
+    text = f"{place}\n{args['target']}, {args['stage']}, makes {format_bytes(args['bytes'])}"
+    if "members" in args:
+        modules = [module for module in args["modules"] if module]
+        what = some_text(args["members"], len(args["members"]))
+        hidden = args["num_members"] - len(args["members"])
+        what += f" and {hidden} more" if hidden else ""
+        text += f"\nfused: {what}" + (f", of {some_text(modules, _NAMED)}" if modules else "")
+    return text.strip()
 
 
 def _memory_track(timeline: Timeline, device: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from devplace.graph.members import module_shares
 from devplace.report.summary import best_single
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
@@ -32,7 +33,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         single_fits: Whether that is within its memory limit.
         path_compute_ns: Time of the ops on the plan's critical path.
         path_wait_ns: Rest of the critical path: transfers and their queues.
-        path_modules: Module -> time of its ops on the critical path, most first, at most five.
+        path_modules: Module -> time of its ops on the critical path, shares of fused groups
+            included; most first, at most five.
         busiest: Device that works most.
         busiest_ns: How long it works.
     """
@@ -64,8 +66,8 @@ def find_limits(timeline: Timeline, bound: LowerBound | None = None) -> Limits:
     spent = (timeline.finish_ns - timeline.start_ns)[path].tolist()
     modules: dict[str, int] = {}
     for op, ns in zip(path, spent, strict=True):
-        module = problem.graph.ops[op].module
-        modules[module] = modules.get(module, 0) + ns
+        for module, share in module_shares(problem.graph.ops[op], ns).items():
+            modules[module] = modules.get(module, 0) + share
     top = dict(sorted(modules.items(), key=lambda item: -item[1])[:5])
     busiest = int((timeline.busy_ns // problem.core.wires.streams).argmax())
     compute = sum(spent)

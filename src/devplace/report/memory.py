@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.graph import Op
+from devplace.graph import Op, OpGraph
+from devplace.graph.members import Part, readers_in, stage_of
+from devplace.problem import Tasks
 from devplace.simulator import Timeline
 
 I64 = NDArray[np.int64]
@@ -176,12 +178,14 @@ def _categories(timeline: Timeline, owner: I64, edge_carrier: I64) -> I64:
     """Category of each storage. `[S]`"""
     graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
     stage = np.array([graph.ops[op].stage for op in tasks.task_op], dtype="U8")
+    made = stage[owner]
+    _refine_makers(graph, tasks, owner, made)
     storage, reader = tasks.carrier_storage[edge_carrier], stage[tasks.cons]
+    _refine_readers(graph, tasks, edge_carrier, reader)
     read_late = np.zeros(len(owner), bool)
     read_late[storage[(reader == "backward") | (reader == "update")]] = True
     read_by_update = np.zeros(len(owner), bool)
     read_by_update[storage[reader == "update"]] = True
-    made = stage[owner]
     category = np.full(len(owner), TEMPORARIES, np.int64)
     category[(made == "forward") & read_late] = ACTIVATIONS
     first = np.flatnonzero(read_by_update & (made == "backward"))
@@ -190,6 +194,30 @@ def _categories(timeline: Timeline, owner: I64, edge_carrier: I64) -> I64:
         category[s] = _ROLE.get(graph.ops[tasks.task_op[owner[s]]].role, INPUTS)
     _mark_results(timeline, owner, category)
     return category
+
+
+def _refine_makers(graph: OpGraph, tasks: Tasks, owner: I64, made: NDArray[np.str_]) -> None:
+    """Stage of what a fused group makes: that of the member that makes it."""
+    for storage, task in enumerate(owner.tolist()):
+        op = graph.ops[tasks.task_op[task]]
+        if op.members:
+            place = storage - int(tasks.storage_ptr[task])
+            made[storage] = stage_of(graph, sorted(op.outputs)[place])
+
+
+def _refine_readers(
+    graph: OpGraph, tasks: Tasks, edge_carrier: I64, reader: NDArray[np.str_]
+) -> None:
+    """Stage of reading in a fused group: the last of the members that read; sums of a group that
+    updates are read by the update."""
+    for edge, task in enumerate(tasks.cons.tolist()):
+        op = graph.ops[tasks.task_op[task]]
+        if not op.members:
+            continue
+        found = readers_in(graph, op, int(tasks.carrier_tensor[edge_carrier[edge]]))
+        updates = any(member.stage == "update" for member in op.members)
+        stages = {"update" if updates and _is_sum(part) else part.stage for part in found}
+        reader[edge] = next(s for s in ("update", "backward", "forward") if s in stages)
 
 
 def _with_partial_sums(timeline: Timeline, owner: I64, gradients: list[int]) -> list[int]:
@@ -204,16 +232,20 @@ def _with_partial_sums(timeline: Timeline, owner: I64, gradients: list[int]) -> 
             term = int(tasks.carrier_storage[carrier])
             maker = graph.ops[tasks.task_op[owner[term]]]
             same_size = tasks.storage_bytes[term] == tasks.storage_bytes[storage]
-            is_term = _is_term(op, int(tasks.carrier_tensor[carrier]))
+            is_term = _is_term(graph, op, int(tasks.carrier_tensor[carrier]))
             if is_term and same_size and maker.stage == "backward" and term not in found:
                 found.add(term)
                 todo.append(term)
     return sorted(found)
 
 
-def _is_term(op: Op, tensor: int) -> bool:
+def _is_sum(part: Part) -> bool:
+    return part.target.startswith("aten.add.") and part.stage == "backward"
+
+
+def _is_term(graph: OpGraph, op: Op, tensor: int) -> bool:
     """Whether an op adds this tensor up: both sides of `add`, the first argument of `addmm`."""
-    if op.target.startswith("aten.add."):
+    if any(part.target.startswith("aten.add.") for part in readers_in(graph, op, tensor)):
         return True
     return op.target.startswith("aten.add") and op.inputs[0] == tensor
 

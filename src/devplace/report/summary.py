@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from devplace.graph.members import where_text
 from devplace.placers import Result, ThroughputResult
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
@@ -112,8 +113,9 @@ def idle_text(timeline: Timeline, idle: Idle | None) -> str:
     if idle.op < 0:
         return f"{who}: it has nothing left to do after {format_time(idle.start_ns)}"
     before = f"before {graph.ops[idle.op].name}"
-    if graph.ops[idle.op].module:
-        before += f" ({graph.ops[idle.op].module})"
+    where = where_text(graph.ops[idle.op])
+    if where:
+        before += f" ({where})"
     if idle.tensor < 0:
         return f"{who} {before}"
     tensor = graph.tensors[idle.tensor]

@@ -8,6 +8,7 @@ from typing import Any
 
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import OpGraph
+from devplace.graph.fusion import fuse_for
 from devplace.graph.serialize import fingerprint
 from devplace.plan import Plan
 from devplace.run.check import CheckReport, check
@@ -78,6 +79,7 @@ def compile(
         found = _capture_again(
             model, example_inputs, example_kwargs, loss_fn, optimizer, micro_batches, options
         )
+        found = fuse_for(found, plan.request.get("pins", {}))
     check_graph(plan, found)
     return compile_step(
         model,

@@ -178,8 +178,10 @@ def _unpinned(
 
 
 def _is_pinned_by(pattern: str, op: Op) -> bool:
-    """By name, module, or a module above it; of a fused op by those of any member."""
-    named: tuple[Op | Member, ...] = (op, *op.members)
+    """By name, module, or a module above it; of a fused op by those of any member that is
+    computed for it alone."""
+    bound = (one for one in op.members if not one.is_view and not one.is_repeated)
+    named: tuple[Op | Member, ...] = (op, *bound)
     for one in named:
         parts = one.module.split(".") if one.module else []
         paths = [".".join(parts[: n + 1]) for n in range(len(parts))]
@@ -199,7 +201,7 @@ def _all_beside(v: int, groups: Sequence[set[int]]) -> set[int]:
 
 
 def _can_run(place: Device, op: Op) -> bool:
-    calls = [member.target for member in op.members] or [op.target]
+    calls = [member.target for member in op.members if not member.is_view] or [op.target]
     return not any(
         fnmatch.fnmatchcase(call, pattern) for call in calls for pattern in place.unsupported_ops
     )

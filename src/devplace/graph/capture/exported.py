@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from devplace.errors import GraphError, InputError
 from devplace.graph.capture.analysis import (
     count_flops,
+    is_fusible,
     is_random,
     reads_rows_only,
     tensors_in,
@@ -157,6 +158,7 @@ class _Builder:
                 bytes_written=0 if is_view else written,
                 module=_module(node),
                 is_random=is_random(node),
+                is_fusible=not is_view and is_fusible(node),
             )
         )
 

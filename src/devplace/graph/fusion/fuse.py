@@ -22,12 +22,14 @@ class Group:
         members: Its ops in topological order, views among them included.
         inputs: Tensors it reads, in the order of their first reader.
         outputs: Tensors of its members that others read.
+        repeated: Members that other groups may compute as well.
     """
 
     name: str
     members: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    repeated: frozenset[int] = frozenset()
 
 
 def fuse(graph: OpGraph, part: Part | None = None) -> OpGraph:
@@ -77,7 +79,9 @@ def _as_groups(graph: OpGraph, found: Groups) -> list[Group]:
         if outputs:
             biggest = _biggest(graph, inside)
             name = f"fused_{graph.ops[biggest].name}"
-            groups.append(Group(name, members, tuple(dict.fromkeys(read)), tuple(outputs)))
+            inputs = tuple(dict.fromkeys(read))
+            repeated = found.repeated & set(members)
+            groups.append(Group(name, members, inputs, tuple(outputs), repeated))
     return groups
 
 
@@ -212,12 +216,29 @@ def _fused_op(graph: OpGraph, group: Group, tensor_of: Mapping[int, int]) -> Op:
         source_line=model.source_line,
         micro_batch=model.micro_batch,
         workspace_bytes=max(op.workspace_bytes for op in members),
-        members=tuple(
-            Member(op.name, op.target, op.stage, op.module, op.call, op.source_line)
-            for op in members
-            if not op.is_view
-        ),
+        members=_members(graph, group),
     )
+
+
+def _members(graph: OpGraph, group: Group) -> tuple[Member, ...]:
+    """What the records of a group say of its ops."""
+    places: dict[int, tuple[int, ...]] = {tensor: (k,) for k, tensor in enumerate(group.inputs)}
+    found = []
+    for index in group.members:
+        op = graph.ops[index]
+        reads = tuple(sorted({k for t in op.inputs for k in places.get(t, ())}))
+        if op.is_view:
+            places |= dict.fromkeys(op.outputs, reads)
+        found.append(
+            Member(
+                *(op.name, op.target, op.stage, op.module, op.call, op.source_line),
+                is_view=op.is_view,
+                is_repeated=index in group.repeated,
+                moved_bytes=0 if op.is_view else op.bytes_read + op.bytes_written,
+                reads=reads,
+            )
+        )
+    return tuple(found)
 
 
 def _read_bytes(graph: OpGraph, tensor: int, members: Sequence[Op]) -> int:
