@@ -60,7 +60,8 @@ def capture_device(machine: Machine, exclude: Sequence[str] = ()) -> str:
 
 def fuses(device_type: str) -> bool:
     """Whether a step captured for a type of device of this computer is fused unless told otherwise:
-    on GPUs, if a compiler for them is there."""
+    on GPUs, if a compiler for them is there. On CPUs a kernel takes the C++ compiler seconds, and
+    hardly gains."""
     if device_type != "cuda":
         return False
     from devplace.kernels.fused import why_not_compiled

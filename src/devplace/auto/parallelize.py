@@ -17,6 +17,7 @@ from devplace.auto.choose import Choice, choose, search
 from devplace.auto.clock import Clock
 from devplace.auto.compiled import compiled_step_ns
 from devplace.auto.here import MachineLike, capture_device, excluded, find_machine, require_here
+from devplace.auto.here import fuses as step_is_fused
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.timing import median_ns, time_steps
@@ -25,8 +26,8 @@ from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.graph.capture.batch import as_call, open_dataclasses
 from devplace.graph.capture.refuse import unwrap
+from devplace.graph.fusion import fuse_for
 from devplace.kernels.compilers import Compilers
-from devplace.kernels.fused import why_not_compiled
 from devplace.kernels.prepare import prepare
 from devplace.machine import Machine
 from devplace.machine.detect import num_cores
@@ -143,14 +144,14 @@ def parallelize(
         ),
         tell,
     )
-    fuses = can_fuse(capture_device(found, left_out)) if fuse is None else fuse
+    fuses = step_is_fused(capture_device(found, left_out)) if fuse is None else fuse
     demands = {"limits": limits or {}, "pins": pins or {}, "exclude": left_out}
     num_devices = len(set(found.device_names) - set(left_out))
     counts = _counts(micro_batches, model, num_devices, job)
     with Measurer(seed=seed) as measurer, Compilers(None if fuses else 0) as compilers:
         if confirm:
             measurer.start()
-        graphs = job.capture_all(counts, clock)
+        graphs = [fuse_for(graph, pins or {}) for graph in job.capture_all(counts, clock)]
         job.compile_kernels(graphs, found, left_out, compilers)
         searches = search(graphs, found, demands, placer, clock, seed, confirm, tell)
         choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
@@ -312,14 +313,6 @@ class _Job:
             return None
         step.restart()
         return median_ns(rounds)
-
-
-def can_fuse(device_type: str) -> bool:
-    """Whether steps are fused if nothing is said: on GPUs, if their kernels can be compiled.
-
-    On CPUs a kernel takes the C++ compiler seconds, and hardly gains.
-    """
-    return device_type == "cuda" and not why_not_compiled("cuda:0")
 
 
 def few_cores(plan: Plan) -> tuple[str, ...]:
