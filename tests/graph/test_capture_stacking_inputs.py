@@ -189,22 +189,26 @@ def test_nothing_waits_for_more(options: dict[str, Any], steps: int) -> None:
     with always():
         stack_inputs(nodes, "never")
     after = Waits(nodes).ready
-    calls = [node for node in nodes if node in before and "mm" in str(node.target)]
+    calls = [node for node in nodes.nodes if node in before and "mm" in str(node.target)]
     assert [after[node] for node in calls] == [before[node] for node in calls]
 
 
 @settings(max_examples=6)
 @given(MODELS, WAITS)
 def test_new_nodes_say_what_they_are(options: dict[str, Any], waits: str) -> None:
-    """The fake value of every node has shape, strides and dtype of the real one."""
+    """The fake value of every new node has shape, strides and dtype of the real one."""
     model = unrolled(**options)
-    graph = joined(model, batch(2, 3), loss, sgd(model), waits=waits)
+    graph = capture(model, batch(2, 3), loss, sgd(model))
+    before = set(graph.program.module.graph.nodes)
+    with always():
+        stack_inputs(graph.program.module.graph, waits)
+    graph.program.module.recompile()
     runner = capture_checks.Runner(graph, model)
     interpreter = torch.fx.Interpreter(graph.program.module, garbage_collect_values=False)
     with mock.patch.dict(graph.program.__dict__, module=interpreter.run), torch.no_grad():
         runner.step(1, batch(2, 3))
     for node, value in interpreter.env.items():
-        if isinstance(value, torch.Tensor) and node.op == "call_function":
+        if node not in before:
             fake = node.meta["val"]
             real = (value.shape, value.stride(), value.dtype)
             assert (fake.shape, fake.stride(), fake.dtype) == real
@@ -245,7 +249,7 @@ def test_what_comes_after_both_directions_waits_for_them_anyway() -> None:
 
 @pytest.mark.parametrize(
     ("name", "never", "layers"),
-    [("rnnlm", 5, 20), ("nmt-2", 6, 18), ("nmt-4", 6, 30), ("gnmt-4", 9, 54)],
+    [("rnnlm", 5, 20), ("nmt-2", 6, 18), ("gnmt-4", 9, 54)],
 )
 def test_workloads_have_as_many_fewer(name: str, never: int, layers: int) -> None:
     """Each set of T products of a workload spares T - 1; T is 6 for rnnlm, else 4.
@@ -294,7 +298,7 @@ def test_parts_of_a_tensor_are_read_without_a_copy() -> None:
 
 def test_rows_stacked_for_a_gradient_are_not_stacked_again() -> None:
     """Gradients of gates are stacked once, for the products of the weight and of the input."""
-    args = (model := unrolled(layers=2)), batch(), loss, sgd(model)
+    args = (model := unrolled(layers=2)), batch(2), loss, sgd(model)
     plain = capture(*args, stack_gradients=True)
     made = joined(*args, stack_gradients=True, waits="layers")
     cats = [targets(each, "backward")[aten.cat.default] for each in (plain, made)]
