@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -176,6 +177,26 @@ def test_training_is_that_of_eager(
             micro_batches=micro_batches,
             stack_gradients=stacked,
         )
+
+
+@pytest.mark.parametrize(("waits", "left"), [("never", 17), ("layers", 13)])
+def test_steps_made_fusible_train_as_eager(waits: Any, left: int) -> None:
+    """Joined before all else that is done for fused ops, as `capture` is to do it. Of 25 products
+    of the forward pass, those of one or two layers and of the head are one each."""
+    whole = sys.modules["devplace.graph.capture.capture"]
+    rest = whole._make_fusible
+
+    def make_fusible(graph: torch.fx.Graph, step: Any) -> None:
+        stack_inputs(graph, waits)
+        rest(graph, step)
+
+    def plain(*args: Any, **options: Any) -> OpGraph:
+        with always(), mock.patch.object(whole, "_make_fusible", make_fusible):
+            return capture(*args, fuse=True, **options).plain
+
+    with mock.patch.object(capture_checks, "capture", plain):
+        graph = assert_same_training(unrolled(), [batch(2)] * 2, loss, sgd, tolerance=1e-10)
+    assert sum(op.target == "aten.addmm.default" for op in graph.ops) == left
 
 
 @settings(max_examples=8)
