@@ -112,7 +112,7 @@ def _stack(
     total, *others = sorted(made + rest)
     for other in others:
         value = total.meta["val"] + other.meta["val"]
-        with _after(graph, total, other):
+        with after(graph, total, other):
             total = _call(graph, root.target, (total, other), root.meta["tag"], value)
     root.replace_all_uses_with(total)
     return True
@@ -195,7 +195,7 @@ def _one_call(
         key = tuple(parts)
         if key not in stacks:
             value = torch.cat([part.meta["val"] for part in parts])
-            with _after(graph, *parts):
+            with after(graph, *parts):
                 stacks[key] = _call(graph, aten.cat.default, (parts,), tag, value)
         return stacks[key]
 
@@ -203,7 +203,7 @@ def _one_call(
     reads = [rows]
     if terms[0].other is not None:
         reads.append(stacked([term.other for term in terms if term.other is not None]))
-    with _after(graph, *reads):
+    with after(graph, *reads):
         args: tuple[Any, ...] = (rows, *call.args[1:])
         if terms[0].other is not None:
             turned = _call(graph, aten.t.default, (rows,), tag, rows.meta["val"].t())
@@ -218,7 +218,7 @@ def _one_call(
     return node
 
 
-def _after(graph: torch.fx.Graph, *nodes: Node) -> AbstractContextManager[Any]:
+def after(graph: torch.fx.Graph, *nodes: Node) -> AbstractContextManager[Any]:
     """Within, calls are made in turn right after the last of these nodes."""
     last = max(nodes)
     if last.op == "placeholder":  # placeholders come before all else
