@@ -172,9 +172,10 @@ class Bench:
 
     def options_of_capture(self) -> dict[str, Any]:
         """Options of capture that say how ops are made; `fuse` has its own about gradients."""
-        if not self.options.fuse:
-            return {"stack_gradients": self.options.stack_gradients}
-        return {"fuse": True, **({"stack_gradients": True} if self.options.stack_gradients else {})}
+        found = {"stack_inputs": self.options.stack_inputs, "fuse": self.options.fuse}
+        if self.options.stack_gradients or not self.options.fuse:
+            found["stack_gradients"] = self.options.stack_gradients
+        return found
 
     def plan(self, used: int, seconds: dict[str, float]) -> Planned:
         """The expert's split, if there is one, and a search on this many GPUs."""
@@ -366,6 +367,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.6)
     parser.add_argument("--stack-gradients", action="store_true")
     parser.add_argument("--fuse", action="store_true", help="fuse ops")
+    parser.add_argument("--stack-inputs", action="store_true", help="join products of inputs")
     parser.add_argument("--warm", action="store_true", help="only capture and price")
     parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()

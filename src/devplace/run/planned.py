@@ -34,6 +34,7 @@ def compile(
     autocast: Any = None,
     stack_gradients: bool | None = None,
     fuse: bool = False,
+    stack_inputs: bool = False,
     seed: int = 0,
     waits: bool = True,
     staged_pairs: frozenset[tuple[str, str]] = frozenset(),
@@ -49,7 +50,7 @@ def compile(
         example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
             again: for a plan from a file, or for another loss function or other options than those
             of the plan's own graph.
-        clip_grad_norm, autocast, stack_gradients, fuse: Likewise.
+        clip_grad_norm, autocast, stack_gradients, fuse, stack_inputs: Likewise.
         seed: Fixes all random numbers, whatever the placement.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used; their
@@ -72,6 +73,7 @@ def compile(
         "autocast": autocast,
         "stack_gradients": stack_gradients,
         "fuse": fuse,
+        "stack_inputs": stack_inputs,
     }
     if graph is None and found is not None and _is_other(found, loss_fn, options):
         found = None

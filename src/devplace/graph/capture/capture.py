@@ -37,6 +37,7 @@ from devplace.graph.capture.same import is_same_step, reads_array
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
+from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Input, Request, Step
 from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
@@ -61,6 +62,7 @@ def capture(
     autocast: torch.dtype | None = None,
     stack_gradients: bool | None = None,
     fuse: bool = False,
+    stack_inputs: bool = False,
     name: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
@@ -94,6 +96,9 @@ def capture(
         fuse: Make one op of ops that one compiled kernel can compute (`graph.fusion`): faster, with
             other rounding than PyTorch's. What is cheap to compute again is not kept for the
             backward pass, and random numbers are other ones of the same distribution.
+        stack_inputs: Multiply all inputs of a recurrent layer by its weight at once, wherever they
+            are there before the layer begins: faster on one device by analytic costs (not measured
+            on GPUs), slower on several, where layers then wait for each other.
         name: Name of the graph; the model's class by default.
         device: torch device type the step is captured for, `cpu` or `cuda`; by default where the
             model is. Wherever the model lies, it stays there.
@@ -119,6 +124,7 @@ def capture(
             device,
             fuse if stack_gradients is None else stack_gradients,
             fuse,
+            stack_inputs,
         )
         step, gm = _traced(request, progress)
         meta = _meta(request, micro_batches)
@@ -186,6 +192,7 @@ def _request(
     device: str | None = None,
     stack_gradients: bool = False,
     fuse: bool = False,
+    stack_inputs: bool = False,
 ) -> Request:
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
@@ -217,6 +224,7 @@ def _request(
         adds_up,
         stack_gradients,
         fuse,
+        stack_inputs,
     )
 
 
@@ -273,6 +281,7 @@ def _meta(request: Request, micro_batches: int) -> dict[str, Any]:
         "clip_grad_norm": request.clip_grad_norm,
         "stack_gradients": request.stack_gradients,
         "fuse": request.fuse,
+        "stack_inputs": request.stack_inputs,
         "autocast": str(request.autocast).removeprefix("torch.") if request.autocast else None,
         "micro_batch_sizes": list(request.batch.sizes),
     }
@@ -304,6 +313,9 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     clean(gm.graph)
     if step.request.stack_gradients:
         stack(gm.graph)
+        clean(gm.graph)
+    if step.request.stack_inputs:
+        join_products(gm.graph, waits="layers")
         clean(gm.graph)
     if step.request.fuse:
         _make_fusible(gm.graph, step)

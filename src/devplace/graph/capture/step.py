@@ -65,6 +65,7 @@ class Request:
         adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
         stack_gradients: Whether products of a weight's gradient are stacked.
         fuse: Whether the step is made ready to be fused.
+        stack_inputs: Whether products of inputs with one weight are made one.
     """
 
     model: torch.nn.Module
@@ -81,6 +82,7 @@ class Request:
     adds_up: bool = False
     stack_gradients: bool = False
     fuse: bool = False
+    stack_inputs: bool = False
 
 
 @dataclass
