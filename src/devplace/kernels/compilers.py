@@ -47,7 +47,8 @@ def is_known(job: Job) -> bool:
 class Compilers:
     """Compiling processes, which start while this one does other work.
 
-    This process compiles as well: its share is done before a new process has loaded torch.
+    This process compiles as well, and some kernels are there before a new process has loaded torch;
+    only the others try what they compiled.
 
     Args:
         most_jobs: Kernels that there will be at most, if that is known.
@@ -79,9 +80,11 @@ class Compilers:
         done = 0
         while done < len(jobs):
             tell(f"compiling kernels ({done + 1} of {len(jobs)})")
-            done += self._compile_one() or self._wait()
-            if not any(worker.is_alive for worker in self._workers) and self._is_over():
-                return  # what a process that ended has left is compiled when it is met
+            more = self._compile_one() or self._wait()
+            done += more
+            is_any_alive = any(worker.is_alive for worker in self._workers)
+            if not more and not is_any_alive and self._done.empty():
+                return  # what processes that ended have left is compiled when it is met
 
     def _compile_one(self) -> int:
         """Compile a kernel in this process; tells how many."""
@@ -92,7 +95,7 @@ class Compilers:
         except Empty:
             return 0
         if job is not None:
-            make(job.call, job.signature)
+            make(job.call, job.signature, tries=False)
         return int(job is not None)
 
     def _wait(self) -> int:
@@ -101,9 +104,6 @@ class Compilers:
             self._done.get(timeout=0.2)
             return 1
         return 0
-
-    def _is_over(self) -> bool:
-        return self._jobs.empty() and self._done.empty()
 
     def close(self) -> None:
         """End the processes."""

@@ -7,6 +7,7 @@ stdin, and writes one for each when the kernel, or the reason why there is none,
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import pickle
 import signal
@@ -28,7 +29,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
+    importlib.import_module("torch._inductor.compile_fx")  # before the first kernel is there
     channel.write(b"\n")
     channel.flush()
     while True:
@@ -41,15 +42,21 @@ def main() -> None:
         channel.flush()
 
 
-def make(call: FusedCall, signature: Signature) -> None:
-    """Compile a kernel, its binaries too, and try it once, so that all choices are made."""
+def make(call: FusedCall, signature: Signature, tries: bool = True) -> None:
+    """Compile a kernel, its binaries too, and try it once, so that all choices are made.
+
+    Args:
+        call: The group.
+        signature: What it is compiled for.
+        tries: Whether to try it; if it is faulty, that may cost the process.
+    """
     store = KernelStore(place_of(signature.device))
     try:
         function = load(source_of(call, signature))
     except ExecutionError as error:
         store.write_failure(signature.key, str(error))
         return
-    if signature.device.startswith("cuda"):
+    if tries and signature.device.startswith("cuda"):
         with _alone(store):
             _try(function, signature)
 

@@ -36,7 +36,8 @@ they can no longer be on different devices."""
 DEVICES = 4
 """Where nothing is to wait, joined products must save more, shared by so many devices, than what
 needs only the first of them is delayed. Without this rule predicted steps of gnmt-4 on four H200
-are 24% longer (analytic costs, code not kept): all of the output layer, for one, would come after all of the decoder."""
+are 24% longer (analytic costs, code not kept): all of the output layer, for one, would come after
+all of the decoder."""
 
 
 class _Joined(NamedTuple):
