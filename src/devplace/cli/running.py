@@ -46,7 +46,7 @@ class RunOutcome:
         )
         click.echo(
             f"{d['results']} results (loss, parameters, buffers, optimizer state) of "
-            f"{d['steps']} steps: {equal} to the unplaced step."
+            f"{d['steps']} steps: {equal} to the {d['compared_with']}."
         )
         moved = f"{d['transfers']} transfers per step, {format_bytes(d['transfer_bytes'])}."
         took, planned = format_time(d["measured_step_ns"]), format_time(d["predicted_step_ns"])
@@ -109,6 +109,7 @@ def run(
             "devices": used,
             "steps": report.steps,
             "results": len(report.tensors),
+            "compared_with": f"unplaced {'fused ' if problem.graph.is_fused else ''}step",
             "bit_equal": report.is_bit_equal,
             "largest_error": report.worst.error,
             "worst_result": report.worst.name,
@@ -128,7 +129,7 @@ def run(
 def _compile_kernels(plan: Plan, session: Session) -> None:
     """Compile what a fused step needs, telling how far that is; the runs find it on disk."""
     graph = session.problem.graph
-    if not any(op.members for op in graph.ops):
+    if not graph.is_fused:
         return
     from devplace.kernels.prepare import prepare
     from devplace.run.executors import used_devices

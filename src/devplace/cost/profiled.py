@@ -135,7 +135,7 @@ def _prepared(
     tell: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Compile fused ops before anything is timed; gives what the user should know."""
-    if not any(op.members for op in graph.ops):
+    if not graph.is_fused:
         return []
     from devplace.kernels.prepare import prepare
 

@@ -195,6 +195,11 @@ class OpGraph:
         return {r.replaces: r.tensor for r in self.results if r.replaces >= 0}
 
     @property
+    def is_fused(self) -> bool:
+        """Whether any of its ops is a fused group."""
+        return any(op.members for op in self.ops)
+
+    @property
     def num_edges(self) -> int:
         """Number of (tensor, consumer) pairs."""
         return sum(len(op.inputs) for op in self.ops)

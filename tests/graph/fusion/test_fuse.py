@@ -156,6 +156,19 @@ def test_ops_of_which_nothing_is_read_stay_as_they_are() -> None:
     assert list(by_name(fuse(made.graph()))) == ["x", "a", "b", "mm"]
 
 
+def test_what_reads_nothing_stays_as_it_is() -> None:
+    """A table of positions that only a product reads would be a group without inputs."""
+    made = Made()
+    made.source("x")
+    made.fusible("positions")
+    made.fusible("scaled", "positions")
+    made.fusible("table", "scaled")
+    made.own("mm", "x", "table")
+    made.result("mm", "output")
+    fused = fuse(made.graph())
+    assert list(by_name(fused)) == ["x", "positions", "scaled", "table", "mm"]
+
+
 def test_equal_groups_have_equal_targets() -> None:
     """The same calls, shapes and wiring; another shape, call or wiring is another kernel."""
 

@@ -69,14 +69,14 @@ def _as_groups(graph: OpGraph, found: Groups) -> list[Group]:
     for members in found.members:
         inside = set(members) - found.repeated
         made = {t for index in members for t in graph.ops[index].outputs}
-        read = (t for index in members for t in graph.ops[index].inputs if t not in made)
+        read = [t for index in members for t in graph.ops[index].inputs if t not in made]
         wanted: set[int] = set()
         for index in inside:
             for tensor in graph.ops[index].outputs:
                 if tensor in results or any(u not in inside for u in users.get(tensor, ())):
                     wanted |= _owned(graph, tensor, inside)
         outputs = [t for index in members for t in graph.ops[index].outputs if t in wanted]
-        if outputs:
+        if outputs and read:  # what reads nothing has no device of its own
             biggest = _biggest(graph, inside)
             name = f"fused_{graph.ops[biggest].name}"
             inputs = tuple(dict.fromkeys(read))
