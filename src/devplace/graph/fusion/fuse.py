@@ -5,31 +5,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
+from devplace.graph.fusion.group import Group, Unit
 from devplace.graph.fusion.groups import Groups, Part, find_groups
 from devplace.graph.graph import Member, Op, OpGraph, StepResult, Tensor
-
-
-@dataclass(frozen=True)
-class Group:
-    """One group of a graph.
-
-    Attributes:
-        name: Name of its op.
-        members: Its ops in topological order, views among them included.
-        inputs: Tensors it reads, in the order of their first reader.
-        outputs: Tensors of its members that others read.
-        repeated: Members that other groups may compute as well.
-    """
-
-    name: str
-    members: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    repeated: frozenset[int] = frozenset()
 
 
 def fuse(graph: OpGraph, part: Part | None = None) -> OpGraph:
@@ -103,10 +85,6 @@ def _biggest(graph: OpGraph, inside: set[int]) -> int:
         return op.stage != "update", made, -index
 
     return max(inside, key=size)
-
-
-Unit = Group | int
-"""A group, or an op that stays."""
 
 
 def _kept_ops(graph: OpGraph, groups: Sequence[Group], found: Groups) -> list[int]:

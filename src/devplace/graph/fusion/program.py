@@ -6,16 +6,14 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from devplace.graph.fusion.call import FusedCall
+from devplace.graph.fusion.group import Group, Unit
 from devplace.graph.graph import OpGraph
 from devplace.graph.program import Program
-
-if TYPE_CHECKING:
-    from devplace.graph.fusion.fuse import Group, Unit
 
 aten = torch.ops.aten
 # In a group layouts are the compiler's, so what was a view in the trace may need a copy.
