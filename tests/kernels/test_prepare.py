@@ -20,7 +20,7 @@ from devplace.kernels import compilers
 from devplace.kernels import prepare as preparing
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.fused import failures
-from devplace.kernels.prepare import prepare
+from devplace.kernels.prepare import any_compiled, prepare
 from devplace.run.schedule import make_schedule
 from devplace.run.unplaced import run_unplaced
 from devplace.run.write_back import write_backs
@@ -63,8 +63,10 @@ def sources(graph: OpGraph) -> dict[int, torch.Tensor]:
 def test_worker_processes_compile_what_a_step_needs(monkeypatch: Patch) -> None:
     """Four kernels by another process; the step then compiles nothing, nor does a second one."""
     graph, told = chain(4), []
+    assert not any_compiled("cpu")
     done = prepare(graph, ["cpu"], told.append)
     assert done[:3] == (4, 4, 0)
+    assert any_compiled("cpu")
     assert list(dict.fromkeys(told)) == [f"compiling kernels ({k} of 4)" for k in (1, 2, 3, 4)]
     assert done.notes[0].startswith("4 kernels were compiled in ")
     compiler = Compiler(monkeypatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,8 +58,10 @@ def compiled_step_ns(
             _update(model, optimizer, loss, clip_grad_norm)
 
     wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
-    step()
-    return median_ns(time_steps(step, wait, SECONDS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of importing the compiler
+        step()
+        return median_ns(time_steps(step, wait, SECONDS))
 
 
 def _update(model: Any, optimizer: Any, loss: Any, clip_grad_norm: float | None) -> None:

@@ -28,7 +28,7 @@ from devplace.graph.capture.batch import as_call, open_dataclasses
 from devplace.graph.capture.refuse import unwrap
 from devplace.graph.fusion import fuse_for
 from devplace.kernels.compilers import Compilers
-from devplace.kernels.prepare import prepare
+from devplace.kernels.prepare import any_compiled, prepare
 from devplace.machine import Machine
 from devplace.machine.detect import num_cores
 from devplace.placers import Placer
@@ -140,15 +140,17 @@ def parallelize(
             autocast=autocast,
             stack_gradients=stack_gradients,
             fuse=fuses,
-            device=capture_device(found, left_out),
+            device=kind,
         ),
         tell,
     )
-    fuses = step_is_fused(capture_device(found, left_out)) if fuse is None else fuse
+    kind = capture_device(found, left_out)
+    fuses = step_is_fused(kind) if fuse is None else fuse
     demands = {"limits": limits or {}, "pins": pins or {}, "exclude": left_out}
     num_devices = len(set(found.device_names) - set(left_out))
     counts = _counts(micro_batches, model, num_devices, job)
-    with Measurer(seed=seed) as measurer, Compilers(None if fuses else 0) as compilers:
+    early = Compilers() if fuses and not any_compiled(kind) else None
+    with Measurer(seed=seed) as measurer, early or contextlib.nullcontext() as compilers:
         if confirm:
             measurer.start()
         graphs = [fuse_for(graph, pins or {}) for graph in job.capture_all(counts, clock)]
@@ -156,7 +158,7 @@ def parallelize(
         searches = search(graphs, found, demands, placer, clock, seed, confirm, tell)
         choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
     if compare_compile:
-        job.compare(loss_fn, clip_grad_norm, autocast, capture_device(found, left_out))
+        job.compare(loss_fn, clip_grad_norm, autocast, kind)
     return job.finish(choice, seed, verify)
 
 
@@ -205,7 +207,7 @@ class _Job:
         graphs: Sequence[OpGraph],
         machine: Machine,
         exclude: Sequence[str],
-        compilers: Compilers,
+        compilers: Compilers | None,
     ) -> None:
         """Compile what is fused before ops are timed."""
         for graph in graphs:

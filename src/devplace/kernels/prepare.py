@@ -12,7 +12,8 @@ from devplace.graph.graph import OpGraph
 from devplace.graph.overwrite import overwritten_sources
 from devplace.kernels.compilers import Compilers, Job, Tell, is_known, store_of
 from devplace.kernels.fused import why_not_compiled
-from devplace.kernels.signature import Signature, Writes, signature_of
+from devplace.kernels.signature import Signature, Writes, place_of, signature_of
+from devplace.kernels.store import KernelStore
 
 
 class Prepared(NamedTuple):
@@ -71,6 +72,13 @@ def prepare(
             workers.compile(missing, tell or (lambda text: None))
     refused = sum(store_of(job).read_failure(job.signature.key) is not None for job in jobs)
     return Prepared(len(jobs), len(missing), refused, time.monotonic() - begin)
+
+
+def any_compiled(device_type: str) -> bool:
+    """Whether kernels of this computer's first device of a type are on disk: then those of a step
+    may be, and no compiling process need be started before that is known."""
+    device = "cuda:0" if device_type == "cuda" else device_type
+    return KernelStore(place_of(device)).folder.is_dir()
 
 
 def _jobs(graph: OpGraph, devices: Sequence[str]) -> Iterator[Job]:
