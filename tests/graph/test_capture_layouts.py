@@ -231,6 +231,20 @@ def test_padded_products_give_the_same(
     assert bool(pads) == bool(needs_rows or inner % 8 or columns % 8)
 
 
+@pytest.mark.parametrize("shape", [(3, 7), (1, 7), (3, 1), (1, 1), (7,), (1,), ()])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_what_is_added_to_a_padded_product_may_be_repeated(
+    shape: tuple[int, ...], is_turned: bool
+) -> None:
+    """A matrix, a row, a column, a number."""
+    torch.manual_seed(0)
+    left = torch.randn(5, 3).double().t() if is_turned else torch.randn(3, 5).double()
+    tensors = (torch.randn(shape).double(), left, torch.randn(5, 7).double())
+    graph = traced(torch.addmm, *tensors)
+    padding.pad_products(graph)
+    torch.testing.assert_close(run(graph, *tensors), torch.addmm(*tensors), rtol=1e-13, atol=1e-13)
+
+
 def test_an_operand_of_two_products_is_padded_once() -> None:
     """As a weight that both read; also where one of them reads it turned around."""
 
