@@ -29,8 +29,9 @@ def pad_products(graph: torch.fx.Graph) -> None:
         graph: A clean graph, captured for a GPU.
     """
     pads = _Pads(graph)
-    changed = [pads.pad(node) for node in list(graph.nodes) if _is_product(node)]
-    propagate(graph, [node for node in changed if node is not None])
+    products = [node for node in graph.nodes if _is_product(node)]
+    changed = {pads.pad(node): node.meta["val"] for node in products}
+    propagate(graph, {node: value for node, value in changed.items() if node is not None})
 
 
 def _is_product(node: Node) -> bool:
