@@ -138,9 +138,10 @@ def run(graph: torch.fx.Graph, *inputs: torch.Tensor) -> Any:
 def relaid(graph: torch.fx.Graph) -> None:
     """Lay the first input channels last."""
     first = next(iter(graph.nodes))
-    with first.meta["val"].fake_mode:
-        first.meta["val"] = torch.empty_like(first.meta["val"], memory_format=torch.channels_last)
-    propagate(graph, [first])
+    before = first.meta["val"]
+    with before.fake_mode:
+        first.meta["val"] = torch.empty_like(before, memory_format=torch.channels_last)
+    propagate(graph, {first: before})
 
 
 IMAGE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float64).view(2, 3, 4, 5)
@@ -188,6 +189,61 @@ def test_as_strided_reads_a_contiguous_copy() -> None:
     assert len([node for node in graph.nodes if node.target is aten.clone.default]) == 1
 
 
+@pytest.mark.parametrize("offset", [None, 7])
+def test_as_strided_reads_the_memory_as_it_was(offset: int | None) -> None:
+    """Also that of a tensor that was turned around, or was a part of one."""
+
+    def function(x: torch.Tensor) -> Any:
+        x = x + 1
+        turned = (x * 2).permute(0, 2, 3, 1)
+        return (
+            torch.as_strided(turned, (3, 4), (1, 20), offset),
+            torch.as_strided(x[1, 1:], (3, 4), (4, 1), offset),
+            torch.as_strided(turned.clone(), (3, 4), (4, 1), offset),
+            torch.as_strided(aten.sort.default(x, 1)[0], (3, 4), (4, 1), offset),
+            torch.as_strided(x.chunk(2)[1][:, 1], (3, 4), (4, 1), offset),
+        )
+
+    graph = traced(function, IMAGE)
+    relaid(graph)
+    assert all(map(torch.equal, run(graph, LAST), function(IMAGE)))
+
+
+def test_views_as_other_numbers_get_a_copy() -> None:
+    """Pairs that were side by side are complex numbers, or numbers of twice the size."""
+
+    def function(x: torch.Tensor) -> Any:
+        pairs = torch.view_as_complex((x + 1)[..., :4].reshape(2, 3, 8, 2))
+        return torch.view_as_real(pairs).clone(), aten.view.dtype(x * 2, torch.int32) + 1
+
+    graph = traced(function, IMAGE)
+    relaid(graph)
+    assert all(map(torch.equal, run(graph, LAST), function(IMAGE)))
+
+
+def test_kernels_that_want_contiguous_inputs_get_them() -> None:
+    """The norms of a weight, distances; group norm, of which PyTorch's kernel for GPUs does."""
+
+    def function(x: torch.Tensor) -> Any:
+        y, scale = x + 1, x[:, :1, :1, :1] + 2
+        normed, norm = aten._weight_norm_interface.default(y, scale, 0)
+        grouped = aten.native_group_norm.default(y, None, None, 2, 3, 20, 1, 1e-5)
+        return normed, norm, aten._cdist_forward.default(y, y, 2.0, None), grouped[0]
+
+    graph = traced(function, IMAGE)
+    relaid(graph)
+    assert all(map(torch.equal, run(graph, LAST), function(IMAGE)))
+    wants = ("_weight_norm_interface", "native_group_norm", "_cdist_forward")
+    readers = [
+        n
+        for n in graph.nodes
+        if str(n.target).split(".")[1:2] and str(n.target).split(".")[1] in wants
+    ]
+    assert len(readers) == len(wants)
+    for node in readers:
+        assert all(arg.meta["val"].is_contiguous() for arg in node.all_input_nodes[:1])
+
+
 def test_what_does_not_depend_on_the_change_stays() -> None:
     """Nodes of other inputs have their values still."""
     graph = traced(lambda x, y: (x.relu(), aten.view.default(y * 2, [6])), IMAGE, torch.ones(2, 3))
@@ -229,6 +285,32 @@ def test_padded_products_give_the_same(
     needs_rows = turned[0] and rows % 8
     pads = [n for n in graph.nodes if n.target is aten.constant_pad_nd.default]
     assert bool(pads) == bool(needs_rows or inner % 8 or columns % 8)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (1, 7), (3, 1), (1, 1), (7,), (1,), ()])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_what_is_added_to_a_padded_product_may_be_repeated(
+    shape: tuple[int, ...], is_turned: bool
+) -> None:
+    """A matrix, a row, a column, a number."""
+    torch.manual_seed(0)
+    left = torch.randn(5, 3).double().t() if is_turned else torch.randn(3, 5).double()
+    tensors = (torch.randn(shape).double(), left, torch.randn(5, 7).double())
+    graph = traced(torch.addmm, *tensors)
+    padding.pad_products(graph)
+    torch.testing.assert_close(run(graph, *tensors), torch.addmm(*tensors), rtol=1e-13, atol=1e-13)
+
+
+def test_kernels_that_want_whole_rows_of_a_product_get_them() -> None:
+    """Distances of the rows of a padded product."""
+
+    def function(x: Any, y: Any) -> Any:
+        return torch.pdist(x @ y)
+
+    tensors = (torch.randn(3, 5).double(), torch.randn(5, 7).double())
+    graph = traced(function, *tensors)
+    padding.pad_products(graph)
+    torch.testing.assert_close(run(graph, *tensors), function(*tensors), rtol=1e-13, atol=1e-13)
 
 
 def test_an_operand_of_two_products_is_padded_once() -> None:

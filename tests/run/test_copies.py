@@ -54,6 +54,15 @@ def test_copies_keep_which_dimensions_are_dense(name: str) -> None:
     assert merges(clone_tensor(view)) == merges(view)
 
 
+def test_copies_of_pairs_can_be_read_as_complex_numbers() -> None:
+    """Of a part of each row, as of queries among queries, keys and values; also turned around."""
+    pairs = torch.arange(96.0).view(4, 3, 2, 2, 2)[:, 1]
+    for view in (pairs, pairs.transpose(0, 1), pairs[:, :1], pairs[:, 0]):
+        copied = clone_tensor(view)
+        assert torch.equal(torch.view_as_complex(copied), torch.view_as_complex(view))
+    assert clone_tensor(pairs).stride() == (10, 4, 2, 1)
+
+
 def test_overlapping_strides_are_not_shrunk() -> None:
     """Elements shared other than by repetition, and nothing at all, have no such strides."""
     assert shrunk_strides((118, 6), (2, 1)) is None

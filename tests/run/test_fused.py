@@ -181,6 +181,33 @@ def test_other_steps_give_the_plain_numbers_wherever_they_are(name: str) -> None
     assert check(graph, model, optimizer, batch, *at_random(1)(graph), NAMES).is_bit_equal
 
 
+class Rotary(nn.Module):
+    """Queries and keys turned by their position, as complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries_and_keys = nn.Linear(4, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = self.queries_and_keys(x).view(3, 5, 2, 4, 2).permute(2, 0, 3, 1, 4).unbind(0)
+        turns = torch.polar(torch.ones(5, 4), torch.arange(20.0).view(5, 4)).t()
+        queries, keys = (torch.view_as_real(torch.view_as_complex(x) * turns) for x in pairs)
+        return queries * keys
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("fuse", [False, True])
+def test_pairs_are_complex_numbers_on_every_device(fuse: bool) -> None:
+    """Also where a part of a wider row was copied there."""
+    torch.manual_seed(0)
+    model, batch = Rotary(), (torch.randn(3, 5, 4),)
+    optimizer = sgd(list(model.parameters()))
+    graph = capture(model, batch, mean_square, optimizer, fuse=fuse)
+    for seed in range(4):
+        placed = random_placement(graph, 3, seed)
+        assert check(graph, model, optimizer, batch, *placed, NAMES).is_bit_equal
+
+
 def trained(graph: OpGraph, model: Any, optimizer: Any, batch: Any) -> tuple[list[float], Any]:
     """Losses of three placed steps, and the trained model."""
     model, optimizer = copy.deepcopy((model, optimizer))

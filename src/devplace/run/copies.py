@@ -64,6 +64,8 @@ def _copied(value: Any, gap: int) -> Any:
 def shrunk_strides(shape: Sequence[int], strides: Sequence[int], gap: int = 1) -> list[int] | None:
     """Strides with every gap between dimensions reduced to `gap` elements.
 
+    Where elements lie in pairs, gaps are even: they can still be read as complex numbers.
+
     Returns:
         None for an empty tensor and for one whose elements overlap other than by repetition.
 
@@ -73,6 +75,9 @@ def shrunk_strides(shape: Sequence[int], strides: Sequence[int], gap: int = 1) -
     """
     if 0 in shape:
         return None
+    sides = list(zip(shape, strides, strict=True))
+    in_pairs = any(size % 2 == 0 and stride == 1 for size, stride in sides)
+    in_pairs &= all(size == 1 or stride == 1 or stride % 2 == 0 for size, stride in sides)
     shrunk = [0] * len(shape)
     span, dense, new_dense = 1, 1, 1
     for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] > 1)):
@@ -83,5 +88,7 @@ def shrunk_strides(shape: Sequence[int], strides: Sequence[int], gap: int = 1) -
                 return None
             span += strides[dim] * (shape[dim] - 1)
             shrunk[dim] = new_dense if strides[dim] == dense else new_dense + gap
+            if gap and in_pairs and shrunk[dim] > 1:
+                shrunk[dim] += shrunk[dim] % 2
             dense, new_dense = strides[dim] * shape[dim], shrunk[dim] * shape[dim]
     return shrunk

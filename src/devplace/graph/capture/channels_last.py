@@ -41,14 +41,14 @@ def lay_channels_last(graph: torch.fx.Graph, inputs: Sequence[Input]) -> bool:
     entries = dict(zip(placeholders, inputs, strict=True))
     read = {s for node in convolutions for arg in node.args[:2] for s in _sources(arg)}
     weights = {entries[node].key for node in read if entries[node].kind == "parameter"}
-    changed = []
+    changed = {}
     for node, entry in entries.items():
         is_weight = entry.kind in ("parameter", "state") and entry.key in weights
         if node.meta["val"].dim() == 4 and (is_weight or node in read):
             value = node.meta["val"]
             with value.fake_mode:
                 node.meta["val"] = torch.empty_like(value, memory_format=torch.channels_last)
-            changed.append(node)
+            changed[node] = value
     propagate(graph, changed)
     return True
 

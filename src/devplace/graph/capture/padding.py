@@ -29,8 +29,9 @@ def pad_products(graph: torch.fx.Graph) -> None:
         graph: A clean graph, captured for a GPU.
     """
     pads = _Pads(graph)
-    changed = [pads.pad(node) for node in list(graph.nodes) if _is_product(node)]
-    propagate(graph, [node for node in changed if node is not None])
+    products = [node for node in graph.nodes if _is_product(node)]
+    changed = {pads.pad(node): node.meta["val"] for node in products}
+    propagate(graph, {node: value for node, value in changed.items() if node is not None})
 
 
 def _is_product(node: Node) -> bool:
@@ -64,7 +65,7 @@ class _Pads:
                 self._operand(node, left, rows, inner),
                 self._operand(node, right, inner, columns),
             ]
-            bias = [self._call(node, aten.constant_pad_nd.default, b, [0, columns]) for b in bias]
+            bias = [self._bias(node, each, rows, columns) for each in bias]
             made = self._call(node, node.target, *bias, *operands)
             for dim, (padded, size) in enumerate(((rows, sizes[0]), (columns, sizes[2]))):
                 if padded:
@@ -86,6 +87,16 @@ class _Pads:
                 pads = [0, columns, 0, rows]
                 self._made[key] = self._call(product, aten.constant_pad_nd.default, node, pads)
         return self._made[key]
+
+    def _bias(self, product: Node, node: Node, rows: int, columns: int) -> Node:
+        """What is added, padded along the dimensions that are not repeated."""
+        shape, whole = node.meta["val"].shape, product.meta["val"].shape
+        pads: list[int] = []
+        for dim, count in ((-1, columns), (-2, rows))[: len(shape)]:
+            pads += [0, count if shape[dim] == whole[dim] else 0]
+        if not any(pads):
+            return node
+        return self._call(product, aten.constant_pad_nd.default, node, pads)
 
     def _last_placeholder(self) -> Node:
         return [node for node in self._graph.nodes if node.op == "placeholder"][-1]
