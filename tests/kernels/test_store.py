@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ def test_a_damaged_file_is_not_there(store: KernelStore, damage: object) -> None
     assert store.read(KEY) is None
     store.write(KEY, SOURCE)
     assert store.read(KEY) == SOURCE
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no such pipes")
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(store: KernelStore) -> None:
+    """It is no kernel, and stays."""
+    store.folder.mkdir(parents=True)
+    os.mkfifo(store.path(KEY))
+    store.write(KEY, SOURCE)
+    assert store.read(KEY) is None
 
 
 def test_places_have_kernels_of_their_own(store: KernelStore) -> None:

@@ -41,17 +41,22 @@ class KernelStore:
         self._write(f"{key}.failure", reason)
 
     def _read(self, name: str) -> str | None:
+        path = self.folder / name
         try:
-            text = (self.folder / name).read_text()
+            if not path.is_file():  # opening a pipe would wait for the other end
+                return None
+            text = path.read_text()
         except (OSError, UnicodeDecodeError):
             return None
         seal, _, rest = text.partition("\n")
         return rest if seal == _seal(rest) else None
 
     def _write(self, name: str, text: str) -> None:
+        path = self.folder / name
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / name, f"{_seal(text)}\n{text}".encode())
+            if path.is_file() or not path.exists():
+                write_whole(path, f"{_seal(text)}\n{text}".encode())
 
     def path(self, key: str) -> Path:
         """Where the source of a kernel is kept."""

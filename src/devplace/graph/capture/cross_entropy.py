@@ -25,7 +25,8 @@ _PASSED = (aten.view.default, aten._unsafe_view.default, aten._to_copy.default)
 def direct_cross_entropy(graph: torch.fx.Graph) -> None:
     """Compute gradients of cross entropy directly, over whole rows where these are padded.
 
-    Values are the same bit for bit when ops run one by one.
+    When ops run one by one, values are the same but for the last bit of an exponential, which the
+    kernel of the gradient and that of `exp` can round differently.
 
     Args:
         graph: A clean graph, its products padded.
