@@ -330,7 +330,7 @@ def _make_fusible(graph: torch.fx.Graph, step: Step) -> None:
     if step.request.device_type == "cuda":
         pad_products(graph)
         lay_channels_last(graph, step.inputs)
-    direct_cross_entropy(graph)
+        direct_cross_entropy(graph)
     clean(graph)
     recompute(graph, spans_passes=True)
     clean(graph)
