@@ -10,16 +10,16 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from devplace.errors import ExecutionError
-from devplace.graph.fusion.call import FusedCall
+from devplace.graph.fusion.call import FusedCall, Pairs
 from devplace.kernels import fused
 
 
-def group(function: Callable[..., Sequence[Any]], *tensors: Any) -> FusedCall:
+def group(function: Callable[..., Sequence[Any]], *tensors: Any, over: Pairs = ()) -> FusedCall:
     """A group that computes what a function does."""
     graph = make_fx(function, tracing_mode="fake")(*tensors).graph
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     output.args = (tuple(output.args[0]),)
-    return FusedCall(graph)
+    return FusedCall(graph, over)
 
 
 def double(x: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from tests.kernels.groups import Compiler, X, double, group, in_a_new_process
 
 from devplace.graph.fusion.call import FusedCall
-from devplace.kernels import kernel_of
+from devplace.kernels import fused, kernel_of
 from devplace.kernels.fused import FusedKernel, failures, kernel_of_call
 from devplace.kernels.signature import place_of, signature_of
 from devplace.kernels.store import KernelStore
@@ -73,7 +73,7 @@ def test_a_kernel_that_crashed_is_not_loaded(monkeypatch: Patch) -> None:
     """Where a compiling process wrote the source, and then died trying it."""
     compiler = Compiler(monkeypatch)
     call = group(double, X)
-    signature = signature_of(call.name, "cpu", [X])
+    signature = signature_of(call, "cpu", [X])
     store = KernelStore(place_of("cpu"))
     store.write(signature.key, compiler.source)
     store.write_failure(signature.key, "the compiler crashed")
@@ -88,7 +88,7 @@ def test_compiling_can_be_switched_off(monkeypatch: Patch) -> None:
     compiler = Compiler(monkeypatch)
     call = group(double, X)
     store = KernelStore(place_of("cpu"))
-    store.write(signature_of(call.name, "cpu", [X]).key, compiler.source)
+    store.write(signature_of(call, "cpu", [X]).key, compiler.source)
     assert torch.equal(kernel_of_call(call)(X), X * 2)
     assert compiler.calls == []
     assert "DEVPLACE_COMPILE=0" in failures()[call.name]
@@ -112,17 +112,27 @@ def updated(old: Any, grad: Any) -> Any:
     return old + 1, old.flip(0) * 0.5 + grad, old.sum(), old.flip(0) - grad
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_kernel_writes_over_an_input(monkeypatch: Patch, is_compiled: bool) -> None:
-    """Into its memory; everything that reads the old value sees it whole, whatever the order."""
-    if not is_compiled:
+def writing(call: FusedCall, device: Any, tensors: Any) -> Any:
+    """A signature as on a GPU."""
+    return signature_of(call, device, tensors)._replace(writes=call.over)
+
+
+@pytest.mark.parametrize("way", ["one by one", "by a kernel that does not", "by one that does"])
+def test_a_kernel_writes_over_an_input(monkeypatch: Patch, way: str) -> None:
+    """Into its memory where that is asked for, and nowhere else; everything that reads the old
+    value sees it whole, whatever the order."""
+    if way == "one by one":
         monkeypatch.setenv("DEVPLACE_COMPILE", "0")
+    if way == "by one that does":
+        monkeypatch.setattr(fused, "signature_of", writing)
     old, grad = torch.arange(64.0), torch.arange(64.0) * 3
-    call = group(updated, old, grad)
+    kernel = FusedKernel(group(updated, old, grad, over=((1, 0),)))
     expected = [old + 1, (63 - old) * 0.5 + grad, torch.tensor(2016.0), (63 - old) - grad]
     place = old.data_ptr()
-    made = FusedKernel(call).run((old, grad), ((1, 0),))
-    assert (failures() == {}) == is_compiled
+    assert all(map(torch.equal, kernel(old, grad), expected))
+    assert torch.equal(old, torch.arange(64.0))
+    made = kernel.in_place(old, grad)
+    assert (failures() == {}) == (way != "one by one")
     assert made[1] is old
     assert old.data_ptr() == place
     assert all(map(torch.equal, made, expected))

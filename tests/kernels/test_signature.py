@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.groups import double, group
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from devplace.graph.fusion.call import FusedCall
 from devplace.kernels.signature import Layout, layout_of, signature_of
 
-
-def key(*tensors: Any, call: str = "fused_a", device: str = "cpu", writes: Any = ()) -> str:
-    """Key of a call with these tensors."""
-    return signature_of(call, device, tensors, writes).key
-
-
 X = torch.zeros(4, 6)
+DOUBLE = group(double, X)
+
+
+def key(*tensors: Any, call: FusedCall = DOUBLE, device: str = "cpu") -> str:
+    """Key of a call with these tensors."""
+    return signature_of(call, device, tensors).key
 
 
 def test_whatever_a_kernel_depends_on_makes_another_key() -> None:
@@ -30,10 +32,11 @@ def test_whatever_a_kernel_depends_on_makes_another_key() -> None:
         key(X, X),
         key(X, torch.zeros(6)),
         key(torch.zeros(6), X),
-        key(X, call="fused_b"),
+        key(X, call=group(lambda x: (x * 3,), X)),
         key(X, device="cuda:0"),
-        key(X, writes=((0, 0),)),
-        key(X, writes=((1, 0),)),
+        key(X, call=group(double, X, over=((0, 0),))),
+        key(X, call=group(double, X, over=((1, 0),))),
+        key(X, call=group(double, X, over=((0, 0),)), device="cuda:0"),
     ]
     assert len(set(keys)) == len(keys)
 
@@ -42,7 +45,14 @@ def test_what_it_does_not_depend_on_makes_no_other_key() -> None:
     """Values, the tensor itself, and where it lies as long as that is aligned."""
     assert key(X) == key(torch.ones(4, 6)) == key(torch.zeros(28)[4:].view(4, 6))
     assert key(X) == key(X.requires_grad_())
-    assert signature_of("a", torch.device("cpu"), [X]) == signature_of("a", "cpu", [X])
+    assert signature_of(DOUBLE, torch.device("cpu"), [X]) == signature_of(DOUBLE, "cpu", [X])
+
+
+def test_only_on_gpus_kernels_write() -> None:
+    """There all of a group do, so that it has one kernel for a layout."""
+    call = group(double, X, over=((0, 0),))
+    assert signature_of(call, "cuda:1", [X]).writes == ((0, 0),)
+    assert signature_of(call, "cpu", [X]).writes == ()
 
 
 @pytest.mark.parametrize(("offset", "is_aligned"), [(0, True), (1, False), (4, True), (6, False)])

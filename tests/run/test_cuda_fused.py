@@ -87,9 +87,10 @@ def test_placed_fused_steps_give_the_unplaced_numbers(name: str, config: dict[st
 
 
 def test_dropout_of_fused_steps_depends_on_the_seed_alone() -> None:
-    """The same losses on one and two GPUs, others in every step."""
+    """The same losses on one and two GPUs, others in every step; only attention draws numbers in a
+    kernel of its own."""
     step = training("gpt-2", layers=1, dropout=0.3)
-    assert not step.graph.program.random_ops
+    assert all("attention" in name for name in step.graph.program.random_ops)
     losses = [step.losses(count) for count in (1, 2) if count <= gpus.NUM_DEVICES]
     assert all(found == losses[0] for found in losses)
     assert len(set(losses[0])) == 3

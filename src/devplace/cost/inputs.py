@@ -69,7 +69,7 @@ class Arguments:
         args, kwargs = self.arguments(number)
         if self._seeds and not torch.cuda.is_current_stream_capturing():
             args = tuple(self._seeds.get(place, arg) for place, arg in enumerate(args))
-        return kernel_of(self._call.target, self._device.type)(*args, **kwargs)
+        return kernel_of(self._call.target, self._device.type, in_place=True)(*args, **kwargs)
 
     def arguments(self, number: int) -> tuple[Any, Any]:
         """Those of one call: positional and named."""

@@ -10,14 +10,15 @@ from devplace.kernels import batch_norm
 from devplace.kernels.fused import kernel_of_call
 
 
-def kernel_of(target: Any, device_type: str) -> Callable[..., Any]:
+def kernel_of(target: Any, device_type: str, in_place: bool = False) -> Callable[..., Any]:
     """What to call in place of an op: itself for all but groups, and batch norm on GPUs.
 
     Args:
         target: The op, as in the FX graph.
         device_type: torch device type it runs on, `cpu` or `cuda`.
+        in_place: Whether groups write new state over the old.
     """
     if isinstance(target, FusedCall):
-        return kernel_of_call(target)
+        return kernel_of_call(target).in_place if in_place else kernel_of_call(target)
     kernel: Callable[..., Any] = target
     return batch_norm.KERNELS.get(target, kernel) if device_type == "cuda" else kernel

@@ -17,21 +17,10 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.graph.fusion.call import FusedCall, on_device
-from devplace.kernels.signature import Layout, Signature
+from devplace.kernels.signature import OPTIONS, Layout, Signature
 
 Function = Callable[[list[Any]], Sequence[Any]]
 """Takes the inputs in a list, which it empties, and gives the outputs."""
-OPTIONS = {
-    # Many kernels are compiled at once, by processes of our own.
-    "compile_threads": 1,
-    # What it would keep are whole graphs under keys that take longer to find than to make.
-    "fx_graph_cache": False,
-    # Kernels that add up are chosen by rules, not by times, which differ from card to card and from
-    # run to run, and their numbers with them. (On an H200 steps of GPT-2 were as fast either way.)
-    "deterministic": True,
-    # Layouts of outputs are those that the step was planned with.
-    "keep_output_stride": True,
-}
 
 
 @cache

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+
+import torch
 
 from devplace.errors import ExecutionError
 from devplace.graph.fusion.call import FusedCall, one_or_all
 from devplace.kernels.compiler import Function, compile_source, load, why_no_compiler
-from devplace.kernels.signature import Signature, Writes, place_of, signature_of
+from devplace.kernels.signature import Signature, place_of, signature_of
 from devplace.kernels.store import KernelStore
 
 _lock = threading.RLock()  # the compiler is not safe in several threads
@@ -46,22 +48,35 @@ class FusedKernel:
         """The outputs: the tensor, or a tuple of several."""
         return one_or_all(self.run(tensors))
 
-    def run(self, tensors: Sequence[Any], writes: Writes = ()) -> tuple[Any, ...]:
-        """All outputs; those of `writes` are the inputs they were written over."""
-        signature = signature_of(self.call.name, tensors[0].device, tensors, writes)
+    def in_place(self, *tensors: Any) -> Any:
+        """As a call, but every output that replaces an input is written over it."""
+        return one_or_all(self.run(tensors, [output for output, _ in self.call.over]))
+
+    def run(self, tensors: Sequence[Any], over: Collection[int] = ()) -> tuple[Any, ...]:
+        """All outputs.
+
+        Args:
+            tensors: The inputs.
+            over: Those outputs that are to be written over the inputs they replace; all other
+                inputs keep their values.
+        """
+        signature = signature_of(self.call, tensors[0].device, tensors)
         function = self.function(signature)
         if function is None:
-            return self._one_by_one(tensors, writes)
-        made = iter(function(list(tensors)))
-        over = dict(writes)
-        count = self.call.num_outputs
-        return tuple(tensors[over[k]] if k in over else next(made) for k in range(count))
-
-    def _one_by_one(self, tensors: Sequence[Any], writes: Writes) -> tuple[Any, ...]:
-        made = self.call(*tensors)
-        outputs = [made] if self.call.num_outputs == 1 else list(made)
-        for place, over in writes:
-            outputs[place] = tensors[over].copy_(outputs[place])
+            made = self.call(*tensors)
+            outputs = [made] if self.call.num_outputs == 1 else list(made)
+        else:
+            given = list(tensors)
+            for output, place in signature.writes:
+                if output not in over:
+                    given[place] = _copy(given[place])
+            places = dict(signature.writes)
+            rest = iter(function(list(given)))
+            count = self.call.num_outputs
+            outputs = [given[places[k]] if k in places else next(rest) for k in range(count)]
+        for output, place in self.call.over:
+            if output in over and outputs[output] is not tensors[place]:
+                outputs[output] = tensors[place].copy_(outputs[output])
         return tuple(outputs)
 
     def function(self, signature: Signature) -> Function | None:
@@ -84,6 +99,14 @@ class FusedKernel:
                 reason = str(error)
         _failures[self.call.name] = reason
         return None
+
+
+def _copy(tensor: Any) -> Any:
+    """The same values laid out alike; `clone` lays some tensors out anew."""
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.copy_(tensor)
 
 
 def why_not_compiled(device: str) -> str:

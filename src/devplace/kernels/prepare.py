@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from devplace.graph.fusion.call import FusedCall
 from devplace.graph.graph import OpGraph
-from devplace.graph.overwrite import overwritten_sources
 from devplace.kernels.compilers import Compilers, Job, Tell, is_known, store_of
 from devplace.kernels.fused import why_not_compiled
-from devplace.kernels.signature import Signature, Writes, place_of, signature_of
+from devplace.kernels.signature import Signature, place_of, signature_of
 from devplace.kernels.store import KernelStore
 
 
@@ -84,25 +83,13 @@ def any_compiled(device_type: str) -> bool:
 def _jobs(graph: OpGraph, devices: Sequence[str]) -> Iterator[Job]:
     if graph.program is None:
         return
-    over = overwritten_sources(graph)
     seen: set[Signature] = set()
     for node in graph.program.module.graph.nodes:
         if not isinstance(node.target, FusedCall) or "val" not in node.meta:
             continue
         tensors = [arg.meta["val"] for arg in node.args]
         for device in devices:
-            # Only steps on GPUs write over the old values.
-            fully = _writes(graph, node, over) if device.startswith("cuda") else ()
-            for writes in dict.fromkeys([(), fully]):
-                signature = signature_of(node.target.name, device, tensors, writes)
-                if signature not in seen:
-                    seen.add(signature)
-                    yield Job(node.target, signature)
-
-
-def _writes(graph: OpGraph, node: Any, over: dict[int, int]) -> Writes:
-    """What a group writes over if nothing reads the old values after it."""
-    program = graph.program
-    outputs = graph.ops[program.op_of[node.name]].outputs
-    places = {program.op_of[arg.name]: k for k, arg in enumerate(node.args)}
-    return tuple((k, places[over[tensor]]) for k, tensor in enumerate(outputs) if tensor in over)
+            signature = signature_of(node.target, device, tensors)
+            if signature not in seen:
+                seen.add(signature)
+                yield Job(node.target, signature)

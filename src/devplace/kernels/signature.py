@@ -9,10 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from devplace.graph.fusion.call import FusedCall, Pairs
+
 ALIGNMENT = 16
 """Bytes; a kernel may load as much at once where an input begins at a multiple."""
-Writes = tuple[tuple[int, int], ...]
-"""(output, input) pairs: the output is written into the memory of the input."""
+
+OPTIONS = {
+    # Many kernels are compiled at once, by processes of our own.
+    "compile_threads": 1,
+    # What it would keep are whole graphs under keys that take longer to find than to make.
+    "fx_graph_cache": False,
+    # Kernels that add up are chosen by rules, not by times, which differ from card to card and from
+    # run to run, and their numbers with them. (On an H200 steps of GPT-2 were as fast either way.)
+    "deterministic": True,
+    # Layouts of outputs are those that the step was planned with.
+    "keep_output_stride": True,
+}
+"""Of the compiler."""
 
 
 class Layout(NamedTuple):
@@ -38,13 +51,13 @@ class Signature(NamedTuple):
         call: Name of the group's `FusedCall`.
         device: Name of the torch device.
         layouts: Of the inputs.
-        writes: What it writes over.
+        writes: (output, input) pairs: the output is written into the memory of the input.
     """
 
     call: str
     device: str
     layouts: tuple[Layout, ...]
-    writes: Writes = ()
+    writes: Pairs = ()
 
     @property
     def key(self) -> str:
@@ -64,15 +77,20 @@ def _is_aligned(tensor: Any) -> bool:
     return bool(tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0)
 
 
-def signature_of(call: str, device: Any, tensors: Sequence[Any], writes: Writes = ()) -> Signature:
-    """The signature of a call with these tensors."""
-    return Signature(call, str(device), tuple(map(layout_of, tensors)), writes)
+def signature_of(call: FusedCall, device: Any, tensors: Sequence[Any]) -> Signature:
+    """The signature of a call with these tensors.
+
+    Only on GPUs do kernels write over old values, and there all do, wherever they are called:
+    another kernel could round otherwise.
+    """
+    writes = call.over if str(device).startswith("cuda") else ()
+    return Signature(call.name, str(device), tuple(map(layout_of, tensors)), writes)
 
 
 @cache
 def place_of(device: str) -> str:
     """All that compiled kernels of a device depend on, as text: versions and the card."""
-    versions = f"torch {torch.__version__}"
+    versions = f"torch {torch.__version__}|{OPTIONS}"
     kind = torch.device(device)
     if kind.type != "cuda":
         from devplace.machine.detect import cpu_model

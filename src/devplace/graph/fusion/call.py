@@ -10,6 +10,9 @@ import torch
 
 from devplace.graph.fx_data import NodeData, graph_from_data, nodes_as_data
 
+Pairs = tuple[tuple[int, int], ...]
+"""(output, input) of a group."""
+
 
 class FusedCall:
     """The ops of a group as one function of its inputs.
@@ -19,15 +22,19 @@ class FusedCall:
 
     Args:
         graph: Placeholders for the inputs, calls, and one output node with a tuple of outputs.
+        over: (output, input) pairs: the output replaces the input, so its kernel may write it over
+            that where nothing else reads the old value.
 
     Attributes:
         graph: As given; views in it are calls that work in any layout.
+        over: As given.
         name: Made of what it calls.
     """
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(self, graph: torch.fx.Graph, over: Pairs = ()) -> None:
         self.graph = graph
-        self.name = f"fused_{_digest(nodes_as_data(graph))}"
+        self.over = over
+        self.name = f"fused_{_digest(nodes_as_data(graph), over)}"
         self._functions: dict[Any, Callable[..., tuple[Any, ...]]] = {}
 
     @property
@@ -38,7 +45,7 @@ class FusedCall:
         return self.name
 
     def __reduce__(self) -> Any:
-        return _from_data, (nodes_as_data(self.graph),)
+        return _from_data, (nodes_as_data(self.graph), self.over)
 
     @property
     def num_outputs(self) -> int:
@@ -86,12 +93,13 @@ def on_device(graph: torch.fx.Graph, device: Any) -> torch.fx.Graph:
     return copied
 
 
-def _from_data(nodes: list[NodeData]) -> FusedCall:
-    return FusedCall(graph_from_data(nodes))
+def _from_data(nodes: list[NodeData], over: Pairs) -> FusedCall:
+    return FusedCall(graph_from_data(nodes), over)
 
 
-def _digest(nodes: Sequence[NodeData]) -> str:
-    rows = [  # names of inputs do not count
+def _digest(nodes: Sequence[NodeData], over: Pairs) -> str:
+    rows: list[Any] = [over] if over else []
+    rows += [  # names of inputs do not count
         (kind, target if kind == "call_function" else "", args, kwargs)
         for kind, _, target, args, kwargs in nodes
     ]

@@ -13,6 +13,7 @@ import torch
 from devplace.graph.fusion.call import FusedCall
 from devplace.graph.fusion.group import Group, Unit
 from devplace.graph.graph import OpGraph
+from devplace.graph.overwrite import overwritten_sources
 from devplace.graph.program import Program
 
 aten = torch.ops.aten
@@ -89,6 +90,11 @@ class _Fusing:
         self.names: dict[str, str] = {}
         self._plain, self._fused = graph, fused
         self._tensor_of = tensor_of
+        new = {tensor: old for old, tensor in tensor_of.items()}
+        self._over = {  # new value -> the one it may be written over
+            new[tensor]: new[fused.ops[source].outputs[0]]
+            for tensor, source in overwritten_sources(fused).items()
+        }
         self._nodes = _Nodes.of(graph)
         self._values: dict[Any, Any] = {}
         self._calls: dict[str, FusedCall] = {}
@@ -112,7 +118,12 @@ class _Fusing:
         """The call of a group, and its outputs."""
         inputs = [self._nodes.of_tensor[tensor] for tensor in group.inputs]
         outputs = [self._nodes.of_tensor[tensor] for tensor in group.outputs]
-        target = FusedCall(self._sub_graph(group, inputs, outputs))
+        over = tuple(
+            (k, group.inputs.index(self._over[tensor]))
+            for k, tensor in enumerate(group.outputs)
+            if tensor in self._over
+        )
+        target = FusedCall(self._sub_graph(group, inputs, outputs), over)
         target = self._calls.setdefault(target.name, target)
         call = self.graph.create_node(
             "call_function", target, tuple(self._values[node] for node in inputs), {}, group.name

@@ -11,6 +11,7 @@ import torch
 from devplace.errors import ExecutionError
 from devplace.graph.fusion.call import one_or_all
 from devplace.kernels import kernel_of
+from devplace.kernels.fused import kernel_of_call
 from devplace.run.codegen import last_uses
 from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.light import LightValues
@@ -246,18 +247,14 @@ class DevicePass:
             raise ExecutionError(describe_op(self._schedule, self._device, node, error)) from error
 
     def _call_over(self, node: Any, over: Sequence[Over]) -> Any:
-        """Call a fused op that writes over some inputs; a trial writes over copies of them."""
+        """Call a fused op that writes over some inputs; a trial leaves them as they are."""
         tensors = [self._values[arg] for arg in node.args]
-        given = list(tensors)
         for write in over:
-            if self._state.is_trial:
-                given[write.input] = given[write.input].clone()
             for transfer in write.pushes:
                 self._carrier.join(transfer)
-        kernel = kernel_of(node.target, self._torch_device.type)
-        writes = tuple((write.output, write.input) for write in over)
+        written = () if self._state.is_trial else [write.output for write in over]
         try:
-            made = list(kernel.run(given, writes))  # type: ignore[attr-defined]
+            made = list(kernel_of_call(node.target).run(tensors, written))
         except Exception as error:
             raise ExecutionError(describe_op(self._schedule, self._device, node, error)) from error
         for write in over:
