@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from experiments.gpu.timing import GpuLock
+from experiments.gpu.timing import WARM_UP_S, GpuLock
 from experiments.gpu.training import (
     FORMATS,
     OPTIMIZERS,
@@ -247,6 +247,7 @@ class Bench:
                 plan.device_names,
                 self.sources,
                 self.options.seconds,
+                warm_up_s=WARM_UP_S,
             )
             row |= {
                 "measured_ns": timing.step_ns,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 WARM_UP = 4
+WARM_UP_S = 1.0
+"""A GPU at its power limit lowers its clock within that time."""
 MIN_STEPS = 5
 ROUNDS = 5
 
@@ -121,7 +123,7 @@ def time_steps(
     first_loss = float(step())
     synchronize(devices)
     first_ms = (time.perf_counter() - begin) * 1e3
-    warm_ms = _warm_up(step, devices, seconds, fixed)
+    warm_ms = _warm_up(step, devices, seconds, max_steps if fixed else 0)
     fitting = int((seconds * 1e3 - first_ms) / max(warm_ms, 1e-3))
     num_steps = max_steps if fixed else min(max_steps, max(MIN_STEPS, fitting))
     marks = Marks(devices[0])
@@ -150,17 +152,22 @@ def time_steps(
 
 
 def _warm_up(
-    step: Callable[[], Any], devices: Sequence[torch.device], seconds: float, fixed: bool
+    step: Callable[[], Any], devices: Sequence[torch.device], seconds: float, fixed: int
 ) -> float:
-    """Up to WARM_UP steps, fewer if they are slow; time of the last one, ms."""
-    spent = 0.0
-    last = 0.0
-    for _ in range(WARM_UP):
+    """WARM_UP steps, fewer if they are slow; on GPUs then `fixed` steps, or as many as WARM_UP_S
+    takes; time of the last one, ms."""
+    spent = last = 0.0
+    done = 0
+    on_gpu = devices[0].type == "cuda"
+    least_s = WARM_UP_S if on_gpu and not fixed else 0.0
+    least = WARM_UP + (fixed if on_gpu else 0)
+    while done < least or spent < least_s:
         begin = time.perf_counter()
         step()
         synchronize(devices)
         last = time.perf_counter() - begin
         spent += last
+        done += 1
         if not fixed and spent > seconds / 2:
             break
     return last * 1e3

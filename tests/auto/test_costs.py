@@ -13,7 +13,7 @@ import torch
 from devplace import workloads
 from devplace.auto.costs import HOPPER, measured_machine, price, probed_machine
 from devplace.auto.learn import KIND
-from devplace.cost.profiled import KERNEL_GAP_NS, Profiled
+from devplace.cost.profiled import KERNEL_GAP_NS, DeviceTimer, Profiled
 from devplace.cost.signature import OpCall, op_calls
 from devplace.cost.timing import Timing
 from devplace.graph import OpGraph
@@ -38,8 +38,8 @@ def graph() -> OpGraph:
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """One GPU beside a CPU, whose every op takes OP_NS in a chain; an empty cache."""
 
-    def timer(device: object) -> tuple[str, object]:
-        return "a card", time_it
+    def timer(device: object) -> DeviceTimer:
+        return DeviceTimer("a card", time_it)
 
     def time_it(call: OpCall) -> Timing:
         return Timing(OP_NS)

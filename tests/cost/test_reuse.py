@@ -10,7 +10,7 @@ import torch
 from tests.cost.test_profiled import captured
 
 from devplace.cost import CostTable, reuse, timing
-from devplace.cost.profiled import Profiled
+from devplace.cost.profiled import DeviceTimer, Profiled
 from devplace.cost.reuse import CacheTimes, cold_inputs, large_inputs
 from devplace.cost.signature import OpCall
 from devplace.graph import OpGraph
@@ -121,7 +121,7 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> tuple[OpGraph, Machine, CostTable
 
     graph = capture(model.to("meta"), (torch.empty(1024, 1024, device="meta"),))
     timer = Timer()
-    monkeypatch.setattr(Profiled, "_timer", lambda *_: ("card", timer))
+    monkeypatch.setattr(Profiled, "_timer", lambda *_: DeviceTimer("card", timer))
     machine = presets.get("h200x1")
     return graph, machine, Profiled(cache=None, kernel_gap_ns=0)(graph, machine), timer
 
@@ -150,7 +150,7 @@ def test_without_time_for_it_an_order_changes_nothing(monkeypatch: pytest.Monkey
     """Where warm and cold times were not reached, the usual one is kept."""
     graph = captured("rnnlm")
     machine = presets.get("h200x1")
-    monkeypatch.setattr(Profiled, "_timer", lambda *_: ("card", Timer()))
+    monkeypatch.setattr(Profiled, "_timer", lambda *_: DeviceTimer("card", Timer()))
     table = Profiled(seconds=0, cache=None)(graph, machine)
     rows = [list(range(len(graph.ops))) for _ in machine.devices]
     assert np.array_equal(table.in_order(graph, rows).compute_ns, table.compute_ns)

@@ -11,6 +11,7 @@ from tests.graph.capture_checks import assert_same_training, batches, small_net,
 from torch import nn
 
 from devplace.graph.capture import capture
+from devplace.run.seeds import RandomKeys
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,9 +127,10 @@ def test_counters_give_the_numbers_of_the_cpu(compiled: bool) -> None:
     found = []
     for device in ("cpu", "cuda"):
         x = torch.ones(300, 70, dtype=torch.bfloat16, device=device)
-        program = capture(Draws(), x, fuse=True).program
+        graph = capture(Draws(), x, fuse=True)
+        program = graph.program
         assert not program.random_ops
-        keys = [torch.tensor(key, dtype=torch.int32, device=device) for key in (-123456789, 77)]
+        keys = [key.to(device) for key in RandomKeys(graph).of_step(7, 3).values()]
         module: Any = torch.fx.GraphModule({}, program.module.graph)
         run = torch.compile(module) if compiled and device == "cuda" else module
         found.append([made.cpu() for made in run(x, *keys)])

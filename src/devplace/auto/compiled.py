@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.auto.timing import median_ns, time_steps
+from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
 from devplace.graph.capture.batch import as_call
 from devplace.graph.capture.loss import loss_call
 
@@ -61,7 +61,7 @@ def compiled_step_ns(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of importing the compiler
         step()
-        return median_ns(time_steps(step, wait, SECONDS))
+        return median_ns(time_steps(step, wait, SECONDS, WARM_UP_S if kind == "cuda" else 0.0))
 
 
 def _update(model: Any, optimizer: Any, loss: Any, clip_grad_norm: float | None) -> None:

@@ -20,7 +20,7 @@ from devplace.auto.here import MachineLike, capture_device, excluded, find_machi
 from devplace.auto.here import fuses as step_is_fused
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
-from devplace.auto.timing import median_ns, time_steps
+from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
 from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
@@ -303,10 +303,13 @@ class _Job:
         args, kwargs = as_call(self.inputs, self.kwargs)
         if any(_is_meta(leaf) for leaf in (*args, *kwargs.values())):
             return None
-        wait = getattr(step.executor, "synchronize", lambda: None)
+        wait = getattr(step.executor, "synchronize", None)
+        warm_up_s = WARM_UP_S if wait else 0.0
         begun = step.steps_done
         try:
-            rounds = time_steps(lambda: step(*args, **kwargs), wait, SETTLE_SECONDS)
+            rounds = time_steps(
+                lambda: step(*args, **kwargs), wait or (lambda: None), SETTLE_SECONDS, warm_up_s
+            )
         except ExecutionError:
             if step.executor.has_lost_state or step.steps_done == begun:
                 raise

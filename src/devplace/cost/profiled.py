@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost.analytic import Analytic
 from devplace.cost.order import likely_order
-from devplace.cost.pricing import Priced, Pricing, Timer, extreme_calls, workspaces
+from devplace.cost.pricing import Priced, Pricing, SlowDowns, Timer, extreme_calls, workspaces
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
@@ -29,6 +29,20 @@ KERNEL_GAP_NS = 850
 so much longer than in a chain of its like, whatever it does, as launch records, code and addresses
 come out of memory. Figures: docs/concepts/costs.md."""
 TIMING = 3  # how ops are timed; times taken otherwise are not mixed with these
+
+
+class DeviceTimer(NamedTuple):
+    """How times are taken on a device.
+
+    Attributes:
+        place: All that they depend on, as text.
+        timer: Times a call.
+        slow_downs: How steps without a pause slow calls down; None: they do not.
+    """
+
+    place: str
+    timer: Timer
+    slow_downs: SlowDowns | None = None
 
 
 def default_cache() -> Path:
@@ -89,9 +103,9 @@ class Profiled:
             timer = self._timer(device, machine, graph) if device.name not in self.skip else None
             if timer is None:
                 continue
-            place, measure = timer
+            place, measure, slow = timer
             if place not in done:
-                pricing = Pricing(self.seconds, self.cache, place, measure, notes)
+                pricing = Pricing(self.seconds, self.cache, place, measure, notes, slow)
                 some = extremes if device.kind == "gpu" else {}
                 done[place] = pricing.price(graph, calls, some, table.compute_ns[:, column])
             priced = done[place]
@@ -112,8 +126,8 @@ class Profiled:
         )
         return measured.with_kernel_gap(self.kernel_gap_ns)
 
-    def _timer(self, device: Device, machine: Machine, graph: OpGraph) -> tuple[str, Timer] | None:
-        """What times on this device depend on, and how they are taken; None if it is not here."""
+    def _timer(self, device: Device, machine: Machine, graph: OpGraph) -> DeviceTimer | None:
+        """How times are taken on this device; None if it is not here."""
         if device.kind == "gpu":
             return _cuda_timer(device) if graph.program.device == "cuda" else None
         if device.model != cpu_model():
@@ -125,7 +139,7 @@ class Profiled:
         several = sum(other.kind == "cpu" for other in machine.devices) > 1
         threads = self.cpu_threads or (1 if several else torch.get_num_threads())
         place = f"{device.model}|torch {torch.__version__}|{threads} threads"
-        return place, lambda call: time_on_cpu(call, threads)
+        return DeviceTimer(place, lambda call: time_on_cpu(call, threads))
 
 
 def _prepared(
@@ -153,7 +167,7 @@ def _present(names: Sequence[str]) -> list[str]:
     return [name for name in names if name in {f"cuda:{k}" for k in range(count)}]
 
 
-def _cuda_timer(device: Device) -> tuple[str, Timer] | None:
+def _cuda_timer(device: Device) -> DeviceTimer | None:
     import torch
 
     index = device.name.removeprefix("cuda:")
@@ -163,10 +177,15 @@ def _cuda_timer(device: Device) -> tuple[str, Timer] | None:
         return None
     if torch.cuda.get_device_properties(int(index)).name != device.model:
         return None
+    from devplace.cost.sustained import slow_downs
     from devplace.cost.timing import time_on_cuda
 
     _warm_up(torch, device.name)
-    return cuda_place(device.model), lambda call: time_on_cuda(call, device.name)
+    return DeviceTimer(
+        cuda_place(device.model),
+        lambda call: time_on_cuda(call, device.name),
+        lambda calls, total_ns: slow_downs(calls, total_ns, device.name),
+    )
 
 
 def cuda_place(model: str) -> str:

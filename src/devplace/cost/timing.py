@@ -66,7 +66,8 @@ def _timed(call: OpCall, device: Any, stream: Any) -> Timing:
         keeps = made >= 2**20 and chain <= most
         replays = max(LEAST_REPLAYS, min(MOST_REPLAYS, REPLAYS_NS // max(1, chain * alone_ns)))
         try:
-            return Timing(_chained(arguments, stream, chain, replays, keeps), workspace)
+            graph = chained(arguments, chain, keeps)
+            return Timing(_replayed(graph, stream, chain, replays), workspace)
         except RuntimeError:
             torch.cuda.synchronize(device)
             return Timing(alone_ns, workspace)
@@ -100,9 +101,20 @@ def _alone(arguments: Arguments, stream: Any, device: Any) -> tuple[int, int, in
     return round(begin.elapsed_time(end) * 1e6), max(0, workspace), max(0, made_bytes)
 
 
-def _chained(arguments: Arguments, stream: Any, count: int, replays: int, keeps: bool) -> int:
+def chained(arguments: Arguments, count: int, keeps: bool = False) -> Any:
+    """A CUDA graph, recorded on the current stream, that runs an op so many times.
+
+    Args:
+        arguments: Of the op.
+        count: Times.
+        keeps: Whether every result has memory of its own, so that they are not all written to the
+            same place in the cache.
+
+    Raises:
+        RuntimeError: No graph can hold the op.
+    """
     graph = torch.cuda.CUDAGraph()
-    kept: list[Any] = []  # so that results are not written to the same place in the cache
+    kept: list[Any] = []
     graph.capture_begin(capture_error_mode="relaxed")
     try:
         for number in range(count):
@@ -111,6 +123,11 @@ def _chained(arguments: Arguments, stream: Any, count: int, replays: int, keeps:
                 kept.append(made)
     finally:
         _end(graph)
+    return graph
+
+
+def _replayed(graph: Any, stream: Any, count: int, replays: int) -> int:
+    """Least time of an op in replays of a graph of so many."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     graph.replay()
     events[0].record(stream)

@@ -7,8 +7,9 @@ kernels that its own caches hold in binary form.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -21,6 +22,13 @@ from devplace.kernels.signature import OPTIONS, Layout, Signature
 
 Function = Callable[[list[Any]], Sequence[Any]]
 """Takes the inputs in a list, which it empties, and gives the outputs."""
+WAYS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"triton.persistent_reductions": False},
+    {"triton.persistent_reductions": False, "max_fusion_size": 8},
+)
+"""Further options, tried in turn. (Triton 3.6 fails on some kernels that hold whole rows: "operand
+#0 does not dominate this use".)"""
 
 
 @cache
@@ -47,11 +55,16 @@ def compile_source(call: FusedCall, signature: Signature) -> str:
     Raises:
         ExecutionError: The compiler refuses the group.
     """
-    try:
-        with _quiet():
-            made = _compiled(call, signature)
-    except Exception as error:  # whatever a compiler raises
-        raise ExecutionError(_reason(error)) from error
+    made = None
+    ways = WAYS if signature.device.startswith("cuda") else WAYS[:1]
+    for way in ways:
+        try:
+            with _quiet():
+                made = _compiled(call, signature, way)
+            break
+        except Exception as error:  # whatever a compiler raises
+            if way is ways[-1]:
+                raise ExecutionError(_reason(error)) from error
     if getattr(made, "constants", None):
         raise ExecutionError("the compiler made constants of it")
     source: str = getattr(made, "source_code", "")
@@ -60,7 +73,7 @@ def compile_source(call: FusedCall, signature: Signature) -> str:
     return source
 
 
-def _compiled(call: FusedCall, signature: Signature) -> Any:
+def _compiled(call: FusedCall, signature: Signature, way: Mapping[str, Any]) -> Any:
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -70,7 +83,7 @@ def _compiled(call: FusedCall, signature: Signature) -> Any:
 
     device = torch.device(signature.device)
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    with config.patch(OPTIONS), torch.no_grad(), _current(device):
+    with config.patch({**OPTIONS, **way}), torch.no_grad(), _current(device):
         with mode:
             inputs = [_fake(layout, device) for layout in signature.layouts]
             graph = _traced(call, device, inputs)
@@ -99,10 +112,17 @@ def load(source: str) -> Function:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings that importing and using the compiler gives."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Without the warnings that importing and using the compiler gives, and what it logs of kernels
+    that it fails to compile."""
+    log = logging.getLogger("torch._inductor.runtime.triton_heuristics")
+    before = log.disabled
+    log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
 
 
 def _current(device: Any) -> Any:
