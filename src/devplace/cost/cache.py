@@ -119,11 +119,6 @@ def _is_sound(place: str, call: str, ns: object, workspace: object, seal: object
     return seal == _seal(place, call, ns, workspace)
 
 
-def stable_digest(value: object) -> str:
-    """The same text for values that print alike, in every process."""
-    return _digest(repr(value))
-
-
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -13,39 +13,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.cost.cache import TimingCache, stable_digest
+from devplace.cost.cache import TimingCache
 from devplace.cost.reuse import large_inputs
 from devplace.cost.signature import OpCall, op_calls
 from devplace.errors import CacheError
 from devplace.graph import OpGraph
+from devplace.units import NS_PER_S
 
 I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
 """Times a call: ns, and bytes of its workspace."""
-SlowDowns = Callable[[Sequence[OpCall], Sequence[int]], list[float]]
-"""Calls and the time of each in a step, ns -> by what factor it takes longer in steps without a
-pause."""
-
-
-SHARE = 0.9
-"""Part of the time of all ops that those make up whose slow-down is measured."""
-MOST_CALLS = 24
-
-
-def choose(total_ns: Mapping[str, int]) -> list[str]:
-    """Keys of the calls that take most time, the longest first.
-
-    Args:
-        total_ns: Key of a call -> time of all ops that are such calls, ns.
-    """
-    keys = sorted(total_ns, key=lambda key: (-total_ns[key], key))
-    whole, found, covered = sum(total_ns.values()), [], 0
-    for key in keys[:MOST_CALLS]:
-        if covered >= SHARE * whole:
-            break
-        found.append(key)
-        covered += total_ns[key]
-    return found
+SlowDown = Callable[[Sequence[OpCall]], float]
+"""Calls of a step in order -> by what factor it slows down where it is repeated without a pause."""
 
 
 def workspaces(graph: OpGraph) -> I64:
@@ -86,7 +65,7 @@ class Pricing:
         place: All that times depend on.
         timer: Times a call.
         notes: Takes what the user should know.
-        slow_downs: How steps without a pause slow calls down, if they do.
+        slow_down: Tells how much slower the device is without a pause; None: it is not.
     """
 
     seconds: float
@@ -94,7 +73,7 @@ class Pricing:
     place: str
     timer: Timer
     notes: list[str]
-    slow_downs: SlowDowns | None = None
+    slow_down: SlowDown | None = None
 
     def price(
         self,
@@ -118,40 +97,25 @@ class Pricing:
             if calls[index].key in known and warm.key in known and cold.key in known:
                 warm_ns[index] = min(compute_ns[index], known[warm.key][0])
                 cold_ns[index] = max(compute_ns[index], known[cold.key][0])
-        factors = self._sustained(calls, known) if self.slow_downs else {}
-        for index, call in calls.items():
-            factor = factors.get(call.key, 1.0)
+        if self.slow_down is not None:
+            factor = self._sustained([calls[i] for i in sorted(calls) if calls[i].key in known])
+            some = list(calls)
             for times in (compute_ns, warm_ns, cold_ns):
-                times[index] = round(int(times[index]) * factor)
+                times[some] = np.rint(times[some] * factor).astype(np.int64)
         return Priced(compute_ns, warm_ns, cold_ns, workspace)
 
-    def _sustained(
-        self, calls: Mapping[int, OpCall], known: Mapping[str, tuple[int, int]]
-    ) -> dict[str, float]:
-        """Factors of the calls that take most of the time, kept for this mix of calls."""
-        assert self.slow_downs is not None
-        count = Counter(call.key for call in calls.values())
-        mix = f"sustained {stable_digest(sorted(count.items()))}"
-        by_key = {call.key: call for call in calls.values()}
-        cache = TimingCache(self.cache)
-        names = {f"{mix} {key}": key for key in known if key in count}
-        try:
-            kept = cache.read(self.place, list(names))
-        except CacheError:
-            cache, kept = TimingCache(None), {}
-        if kept:
-            return {names[name]: ns / known[names[name]][0] for name, (ns, _) in kept.items()}
-        total_ns = {key: known[key][0] * count[key] for key in names.values()}
-        chosen = choose(total_ns)
-        times = [total_ns[key] for key in chosen]
-        found = self.slow_downs([by_key[key] for key in chosen], times)
-        factors = dict(zip(chosen, found, strict=True))
-        rows = {
-            f"{mix} {key}": (round(known[key][0] * factor), 0) for key, factor in factors.items()
-        }
+    def _sustained(self, calls: Sequence[OpCall]) -> float:
+        """By what factor the step is slower without a pause; kept on disk as the time that a
+        second's work takes."""
+        assert self.slow_down is not None
+        cache, key = TimingCache(self.cache), f"a second of {[call.key for call in calls]}"
         with suppress(CacheError):  # told before
-            cache.write(self.place, rows)
-        return factors
+            for ns, _ in cache.read(self.place, [key]).values():
+                return ns / NS_PER_S
+        ns = round(self.slow_down(calls) * NS_PER_S)
+        with suppress(CacheError):
+            cache.write(self.place, {key: (ns, 0)})
+        return ns / NS_PER_S
 
     def _known(
         self,

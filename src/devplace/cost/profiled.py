@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from devplace.cost.analytic import Analytic
 from devplace.cost.order import likely_order
-from devplace.cost.pricing import Priced, Pricing, SlowDowns, Timer, extreme_calls, workspaces
+from devplace.cost.pricing import Priced, Pricing, SlowDown, Timer, extreme_calls, workspaces
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
@@ -37,12 +37,12 @@ class DeviceTimer(NamedTuple):
     Attributes:
         place: All that they depend on, as text.
         timer: Times a call.
-        slow_downs: How steps without a pause slow calls down; None: they do not.
+        slow_down: Tells how much slower it is without a pause; None: it is not.
     """
 
     place: str
     timer: Timer
-    slow_downs: SlowDowns | None = None
+    slow_down: SlowDown | None = None
 
 
 def default_cache() -> Path:
@@ -177,14 +177,14 @@ def _cuda_timer(device: Device) -> DeviceTimer | None:
         return None
     if torch.cuda.get_device_properties(int(index)).name != device.model:
         return None
-    from devplace.cost.sustained import slow_downs
+    from devplace.cost.sustained import slow_down
     from devplace.cost.timing import time_on_cuda
 
     _warm_up(torch, device.name)
     return DeviceTimer(
         cuda_place(device.model),
         lambda call: time_on_cuda(call, device.name),
-        lambda calls, total_ns: slow_downs(calls, total_ns, device.name),
+        lambda calls: slow_down(calls, device.name),
     )
 
 

@@ -1,9 +1,9 @@
-"""Times of ops in a GPU that works without a pause, where its power limit may lower the clocks.
+"""How much slower a GPU gets that works without a pause, where its power limit lowers the clock.
 
 Ops are timed one at a time, with pauses between them, so at the highest clock. Whole steps of large
 bf16 products take a card to its power limit: on an H200 the clock fell from 1,980 to 1,700 MHz
-within a second, and a step of GPT-2 took 68 ms for the 64 of its first. How far the clock falls
-depends on what is mixed, so the ops that matter most are run in the proportion of the step.
+within a second, and a step of GPT-2 took 67.5 ms for the 64.7 of its first. How far the clock falls
+depends on what is mixed how, so all ops of a step are run one after another.
 """
 
 from __future__ import annotations
@@ -18,79 +18,69 @@ import torch
 from devplace.cost import streams
 from devplace.cost.inputs import Arguments
 from devplace.cost.signature import OpCall
-from devplace.cost.timing import chained, free_bytes
+from devplace.cost.timing import free_bytes, recorded
 
-LOOP_NS = 40_000_000
-"""Time of one round of the mix, about."""
+PAUSE_S = 0.3
 SUSTAINED_S = 1.0
-KEPT_ROUNDS = 8
-"""Rounds at the end that are timed."""
-LEAST_RATIO, MOST_RATIO = 1.0, 2.0
+MOST_OPS = 4000
+"""Of longer steps every second, third, ... op is run."""
 
 
-def slow_downs(calls: Sequence[OpCall], total_ns: Sequence[int], device: str) -> list[float]:
-    """By what factor each call takes longer in a mix of all that goes on without a pause.
+def slow_down(calls: Sequence[OpCall], device: str) -> float:
+    """Time of a step that is repeated without a pause, divided by its time after a pause.
 
     Args:
-        calls: Calls that can be timed on the device.
-        total_ns: Time of each in one step, all its ops together, ns.
+        calls: Those of the step in order, all of which can be timed on the device.
         device: Name of the torch device.
 
     Returns:
-        A factor from 1 to 2 for each; all 1 where the mix cannot be run.
+        A factor of at least 1; 1 where the calls cannot be run together.
     """
     stream = streams.take(device)
     torch_device = torch.device(device)
     try:
         with torch.cuda.device(torch_device), torch.cuda.stream(stream), torch.no_grad():
-            return _slow_downs(calls, total_ns, torch_device, stream)
-    except RuntimeError:  # no room, or an op that no graph can hold
+            graph = _recorded(calls[:: 1 + len(calls) // MOST_OPS], torch_device)
+            return max(1.0, _ratio(graph, stream))
+    except RuntimeError:  # no room, or ops that no graph can hold
         torch.cuda.synchronize(torch_device)
-        return [1.0] * len(calls)
+        return 1.0
     finally:
         streams.give_back(stream)
         torch.cuda.empty_cache()
 
 
-def _slow_downs(
-    calls: Sequence[OpCall], total_ns: Sequence[int], device: Any, stream: Any
-) -> list[float]:
-    room = free_bytes(device) // 2 // max(1, len(calls))
-    graphs, alone, kept = [], [], []
-    for call, total in zip(calls, total_ns, strict=True):
-        arguments = Arguments(call, device, 0, room)
-        arguments.run(0)
-        stream.synchronize()
-        once = _time(lambda arguments=arguments: arguments.run(0), stream)
-        share = total / max(1, sum(total_ns)) * LOOP_NS
-        graphs.append(chained(arguments, max(1, round(share / max(1, once)))))
-        alone.append(min(_time(graphs[-1].replay, stream) for _ in range(3)))
-        kept.append(arguments)
+def _recorded(calls: Sequence[OpCall], device: Any) -> Any:
+    """A CUDA graph of the calls, equal ones on the same made-up arguments, as far as these fit in
+    half of the free memory."""
+    room = free_bytes(device) // 2
+    ready: dict[str, Arguments] = {}
+    for key, call in {call.key: call for call in calls}.items():
+        arguments = Arguments(call, device, 0, 0)
+        if arguments.input_bytes <= room:
+            room -= arguments.input_bytes
+            arguments.run(0)
+            ready[key] = arguments
+    torch.cuda.synchronize(device)
+    return recorded([ready[call.key] for call in calls if call.key in ready])
+
+
+def _ratio(graph: Any, stream: Any) -> float:
+    graph.replay()
+    stream.synchronize()
+    time.sleep(PAUSE_S)
+    alone_ms = _replay_ms(graph, stream)
     until = time.monotonic() + SUSTAINED_S
-    rounds: list[list[Any]] = []
-    while time.monotonic() < until or len(rounds) < KEPT_ROUNDS:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
-        marks[0].record(stream)
-        for graph, mark in zip(graphs, marks[1:], strict=True):
-            graph.replay()
-            mark.record(stream)
-        rounds.append(marks)
-        if len(rounds) > 1:
-            rounds[-2][-1].synchronize()  # one round ahead, so that there is no pause
-    stream.synchronize()
-    found = []
-    for k, before in enumerate(alone):
-        spans = [marks[k].elapsed_time(marks[k + 1]) * 1e6 for marks in rounds[-KEPT_ROUNDS:]]
-        found.append(min(MOST_RATIO, max(LEAST_RATIO, median(spans) / before)))
-    return found
+    rounds = []
+    while time.monotonic() < until:
+        rounds.append(_replay_ms(graph, stream))
+    return median(rounds[-(-2 * len(rounds) // 3) :] or rounds[-1:]) / alone_ms
 
 
-def _time(run: Any, stream: Any) -> float:
-    """Time of one run after a pause, ns."""
+def _replay_ms(graph: Any, stream: Any) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    stream.synchronize()
     begin.record(stream)
-    run()
+    graph.replay()
     end.record(stream)
-    stream.synchronize()
-    return float(begin.elapsed_time(end) * 1e6)
+    end.synchronize()
+    return float(begin.elapsed_time(end))

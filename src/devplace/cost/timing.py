@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def _timed(call: OpCall, device: Any, stream: Any) -> Timing:
         keeps = made >= 2**20 and chain <= most
         replays = max(LEAST_REPLAYS, min(MOST_REPLAYS, REPLAYS_NS // max(1, chain * alone_ns)))
         try:
-            graph = chained(arguments, chain, keeps)
+            graph = recorded([arguments] * chain, keeps)
             return Timing(_replayed(graph, stream, chain, replays), workspace)
         except RuntimeError:
             torch.cuda.synchronize(device)
@@ -101,23 +102,24 @@ def _alone(arguments: Arguments, stream: Any, device: Any) -> tuple[int, int, in
     return round(begin.elapsed_time(end) * 1e6), max(0, workspace), max(0, made_bytes)
 
 
-def chained(arguments: Arguments, count: int, keeps: bool = False) -> Any:
-    """A CUDA graph, recorded on the current stream, that runs an op so many times.
+def recorded(calls: Sequence[Arguments], keeps: bool = False) -> Any:
+    """A CUDA graph, recorded on the current stream, of ops one after another.
 
     Args:
-        arguments: Of the op.
-        count: Times.
+        calls: Arguments of each; what comes again has its next copy then.
         keeps: Whether every result has memory of its own, so that they are not all written to the
             same place in the cache.
 
     Raises:
-        RuntimeError: No graph can hold the op.
+        RuntimeError: No graph can hold the ops.
     """
     graph = torch.cuda.CUDAGraph()
     kept: list[Any] = []
+    numbers: dict[int, int] = {}
     graph.capture_begin(capture_error_mode="relaxed")
     try:
-        for number in range(count):
+        for arguments in calls:
+            number = numbers[id(arguments)] = numbers.get(id(arguments), -1) + 1
             made = arguments.run(number)
             if keeps:
                 kept.append(made)
