@@ -55,6 +55,13 @@ def test_only_on_gpus_kernels_write() -> None:
     assert signature_of(call, "cpu", [X]).writes == ()
 
 
+def test_where_one_element_lies_does_not_matter() -> None:
+    """A kernel that reads one of several keys serves for all of them."""
+    keys = torch.zeros(8, dtype=torch.int32)
+    assert len({key(X, keys[k]) for k in range(8)}) == 1
+    assert key(keys[:1]) == key(keys[1:2]) != key(keys[:4])
+
+
 @pytest.mark.parametrize(("offset", "is_aligned"), [(0, True), (1, False), (4, True), (6, False)])
 def test_alignment_counts_in_bytes_and_fake_tensors_have_it(offset: int, is_aligned: bool) -> None:
     """Of float32 every fourth element is at a multiple of 16 bytes, of float64 every second."""

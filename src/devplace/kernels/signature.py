@@ -35,7 +35,9 @@ class Layout(NamedTuple):
         shape: Sizes.
         strides: Elements.
         dtype: torch name without prefix.
-        is_aligned: Whether it begins at a multiple of `ALIGNMENT`.
+        is_aligned: Whether it begins at a multiple of `ALIGNMENT`. Never for one element, of which
+            no more can be loaded at once: so keys of random numbers need one kernel wherever they
+            lie.
     """
 
     shape: tuple[int, ...]
@@ -72,6 +74,8 @@ def layout_of(tensor: Any) -> Layout:
 
 
 def _is_aligned(tensor: Any) -> bool:
+    if tensor.numel() == 1:
+        return False
     if type(tensor) is torch.Tensor and not tensor.is_meta:
         return bool(tensor.data_ptr() % ALIGNMENT == 0)
     return bool(tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0)
