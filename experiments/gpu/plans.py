@@ -135,6 +135,9 @@ class Bench:
         done = prepare(graph, gpus if self.kind == "cuda" else ["cpu"])
         seconds["kernels"] = done.seconds
         self.say(f"{done}")
+        if self.options.warm:
+            self.data["captures"].append({"micro_batches": count, "seconds": seconds})
+            return
         self.lock.acquire()
         begin = time.perf_counter()
         skipped = ("cpu:0",) if self.kind == "cuda" else ()
@@ -154,9 +157,6 @@ class Bench:
             self.arrays[f"{count}.warm"] = costs.caching.warm_ns
             self.arrays[f"{count}.cold"] = costs.caching.cold_ns
         single = singles(self.problem(1), {})[0]
-        if self.options.warm:
-            self.data["captures"].append({"micro_batches": count, "seconds": seconds})
-            return
         counts = [int(used) for used in self.options.gpus.split(",") if int(used) > 1]
         planned = {used: self.plan(used, seconds) for used in counts}
         self.meet()
@@ -369,7 +369,7 @@ def main() -> None:
     parser.add_argument("--stack-gradients", action="store_true")
     parser.add_argument("--fuse", action="store_true", help="fuse ops")
     parser.add_argument("--stack-inputs", action="store_true", help="join products of inputs")
-    parser.add_argument("--warm", action="store_true", help="only capture and price")
+    parser.add_argument("--warm", action="store_true", help="only capture and compile")
     parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()
     options.tag = options.tag or f"{options.workload}-{options.number_format}"

@@ -121,6 +121,7 @@ class Draws(nn.Module):
         return *numbers, mask, torch.bernoulli(numbers[0]), ranged
 
 
+@pytest.mark.filterwarnings("ignore")  # of importing the compiler
 @pytest.mark.parametrize("compiled", [False, True])
 def test_counters_give_the_numbers_of_the_cpu(compiled: bool) -> None:
     """Equal in every bit, also by kernels that Inductor makes."""
