@@ -24,11 +24,13 @@ class Difference(NamedTuple):
         op: Such as `aten.constant_pad_nd.default`.
         place: Module and source line.
         inputs: Names of the inputs it is computed from.
+        place_in_order: How many ops before it give the same.
     """
 
     op: str
     place: str
     inputs: list[str]
+    place_in_order: int
 
 
 def first_difference(
@@ -60,13 +62,14 @@ def first_difference(
         return None
     places = [node for node in chunks.graph.nodes if node.op == "placeholder"]
     named = dict(zip(places, names, strict=True))
-    for node, parts in mine:
+    for index, (node, parts) in enumerate(mine):
         values = [tensors_in(kept[part]) for part in parts]
         for k, theirs in enumerate(tensors_in(kept[node])):
             if not agrees(theirs, [value[k] for value in values], sizes):
                 tag = node.meta["tag"]
                 read = _inputs(parts[0], named)
-                return Difference(str(node.target), describe_place(tag.module, tag.line), read)
+                where = describe_place(tag.module, tag.line)
+                return Difference(str(node.target), where, read, index)
     return None
 
 

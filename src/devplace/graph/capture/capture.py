@@ -15,8 +15,9 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.batch import make_batch
 from devplace.graph.capture.channels_last import lay_channels_last
 from devplace.graph.capture.chunk_loss import is_sum
-from devplace.graph.capture.chunks import compared_graph, trace_chunks
+from devplace.graph.capture.chunks import trace_chunks
 from devplace.graph.capture.cleanup import clean, drop_last_results
+from devplace.graph.capture.compare import compared_graph
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.cross_entropy import direct_cross_entropy
@@ -61,6 +62,7 @@ def capture(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     batch_dims: BatchDims | None = None,
+    compare_batches: bool = True,
     clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
     stack_gradients: bool | None = None,
@@ -96,6 +98,10 @@ def capture(
             `"1.mask"` for an entry of the second, the keyword for others. What is not named is cut
             along its first dimension if that has as many rows as the batch, which are those of the
             first input.
+        compare_batches: Whether another loss, or other gradients, of micro-batches on the example
+            batch are an error. If not, nothing is compared, and the loss is the mean of those of
+            micro-batches, as in any accumulation of gradients: for losses of pairs of rows, or that
+            balance the load of experts.
         clip_grad_norm: Largest 2-norm of all gradients of the model, as
             `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`.
         autocast: Low-precision dtype of the forward pass (`torch.bfloat16`).
@@ -139,6 +145,7 @@ def capture(
             fuse if stack_gradients is None else stack_gradients,
             fuse,
             stack_inputs,
+            compare_batches,
         )
         unchecked = ""
         if request.batch.is_cut:
@@ -211,6 +218,7 @@ def _request(
     stack_gradients: bool = False,
     fuse: bool = False,
     stack_inputs: bool = False,
+    compare_batches: bool = True,
 ) -> Request:
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
@@ -240,6 +248,7 @@ def _request(
         stack_gradients,
         fuse,
         stack_inputs,
+        compares_batches=compare_batches,
     )
 
 

@@ -32,12 +32,13 @@ class Whole:
     """What the step of a whole batch tells the step of its micro-batches.
 
     Attributes:
-        counts: For each number that losses divide by: whether it is to be that of the whole batch.
+        counts: For each division in a loss, whether what it divides by is to be that of the whole
+            batch; None: chunks divide by numbers of their own.
         counts_of: Function of the step's flat inputs to those.
         shapes: Shape of each further output; None for what is no tensor.
     """
 
-    counts: tuple[bool, ...] = ()
+    counts: tuple[bool, ...] | None = None
     counts_of: Callable[..., list[Tensor]] = lambda *flat: []
     shapes: tuple[torch.Size | None, ...] = ()
 
@@ -55,22 +56,22 @@ class Counts(TorchFunctionMode):
     """Finds what a loss divides by, one number each time; or puts those of the whole batch there.
 
     Found are the weights of targets in torch's cross entropy and negative log likelihood, and
-    tensors of one number that anything is divided by. They count in the order of the calls.
+    tensors of one number that anything is divided by. They are told by the order of the calls.
 
     Args:
-        given: For each the number of the whole batch, None where a chunk keeps its own; None: they
-            are only found.
+        given: For each call the number of the whole batch, None where a chunk keeps its own; None:
+            they are only found.
         share: The chunk's part of the rows.
 
     Attributes:
-        found: What was found.
+        found: For each call what was found, None if it is not one number.
     """
 
     def __init__(self, given: Sequence[Tensor | None] | None = None, share: float = 1.0) -> None:
         super().__init__()
         self._given = given
         self._share = share
-        self.found: list[Tensor] = []
+        self.found: list[Tensor | None] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -83,12 +84,18 @@ class Counts(TorchFunctionMode):
         place = 1 if name.removesuffix("_") in _DIVISIONS else 0
         if (place == 1 or name in _INVERSES) and len(args) > place and not given:
             return self._division(func, args, place, name.endswith("_") and place == 1)
-        return func(*args, **given)
+        made = func(*args, **given)
+        if name == "nanmean" and self._given is not None and made.numel() == 1:
+            raise CaptureError(
+                "A mean over what is not NaN counts other numbers in each micro-batch: nanmean. "
+                "Divide a sum by a count of the inputs (mask.sum()), or use micro_batches=1."
+            )
+        return made
 
     def _likelihood(self, func: Any, options: dict[str, Any]) -> Any:
         target, old = options["target"], (options.get("size_average"), options.get("reduce"))
         is_mean = options.get("reduction", "mean") == "mean" and old == (None, None)
-        if not is_mean or target.is_floating_point() or not _is_plain(target):
+        if not is_mean or target.is_floating_point():
             return func(**options)  # probabilities: the mean is over rows
         count = _weight(target, options.get("weight"), options.get("ignore_index", -100))
         whole = self._whole(count)
@@ -98,18 +105,20 @@ class Counts(TorchFunctionMode):
 
     def _division(self, func: Any, args: Any, place: int, is_in_place: bool) -> Any:
         by = args[place]
-        is_count = isinstance(by, Tensor) and by.numel() == 1 and not by.requires_grad
-        whole = self._whole(by) if is_count and _is_plain(by) else None
+        whole = self._whole(by)
         if whole is None:
             return func(*args)
         made = func(*args[:place], whole.reshape(by.shape), *args[place + 1 :])
         return made.div_(self._share) if is_in_place else made / self._share
 
-    def _whole(self, own: Tensor) -> Tensor | None:
-        self.found.append(own)
-        place = len(self.found) - 1
-        known = self._given is not None and place < len(self._given)
-        return self._given[place] if known and self._given else None
+    def _whole(self, own: Any) -> Tensor | None:
+        """What the whole batch divides by in this call, if that is to take the place of `own`."""
+        place, is_one = len(self.found), isinstance(own, Tensor) and own.numel() == 1
+        is_count = is_one and not own.requires_grad and _is_plain(own)
+        self.found.append(own if is_count else None)
+        if not is_count or self._given is None or place >= len(self._given):
+            return None
+        return self._given[place]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -151,8 +160,10 @@ def joined(name: str, pieces: list[Any], shares: Sequence[float], shape: torch.S
             return functools.reduce(torch.add, pieces)
         means = [p.detach() * s for p, s in zip(pieces, shares, strict=True)]
         return functools.reduce(torch.add, means)
-    for dim in range(first.ndim):
-        if sum(piece.shape[dim] for piece in pieces) == shape[dim]:
+    for dim in range(first.ndim if first.ndim == len(shape) else 0):
+        rest = [(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces]
+        is_whole = sum(piece.shape[dim] for piece in pieces) == shape[dim]
+        if is_whole and all(each == (*shape[:dim], *shape[dim + 1 :]) for each in rest):
             return torch.cat(pieces, dim)
     raise CaptureError(
         f"Further outputs of micro-batches must be rows, means over rows, or whole numbers that "

@@ -45,6 +45,10 @@ class NotEvaluatedError(Exception):
     """A graph cannot be computed here; the text says why."""
 
 
+class KernelError(NotEvaluatedError):
+    """A kernel refuses what it is given."""
+
+
 def evaluate(
     gm: torch.fx.GraphModule,
     value_of: Callable[[int], torch.Tensor],
@@ -60,6 +64,7 @@ def evaluate(
         keep: Nodes whose values are wanted; filled.
 
     Raises:
+        KernelError: A kernel raised an error.
         NotEvaluatedError: An op cannot be run, or there is too little memory.
     """
     run = _Run(gm, device)
@@ -88,7 +93,7 @@ def evaluate(
         raise NotEvaluatedError("there is too little memory") from error
     except Exception as error:  # whatever a kernel raises
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise NotEvaluatedError(f"{node.target} does not run here: {text}") from error
+        raise KernelError(f"{node.target} does not run: {text}") from error
     raise AssertionError("an FX graph ends with its output")
 
 
@@ -242,7 +247,7 @@ def _index_sizes(name: str, base: Any, args: Sequence[Any]) -> list[tuple[torch.
 def _check_range(node: Node, indices: Sequence[tuple[torch.Tensor, int]]) -> None:
     for index, size in indices:
         if index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
-            raise NotEvaluatedError(f"{node.target} reads outside of a tensor of {size} rows")
+            raise KernelError(f"{node.target} reads outside of a tensor of {size} rows")
 
 
 def why_too_large(gm: torch.fx.GraphModule, device: torch.device, is_made_up: bool) -> str:

@@ -70,11 +70,12 @@ class Request:
         optimizer: The user's optimizer, kept for the program.
         loss_fn: As the user gave it.
         adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
-        whole: Of micro-batches, what the step of the whole batch says.
-        is_compared: Whether the step also gives what micro-batches are compared by (`Step.extra`).
         stack_gradients: Whether products of a weight's gradient are stacked.
         fuse: Whether the step is made ready to be fused.
         stack_inputs: Whether products of inputs with one weight are made one.
+        whole: Of micro-batches, what the step of the whole batch says.
+        is_compared: Whether the step also gives what micro-batches are compared by (`Step.extra`).
+        compares_batches: Whether micro-batches must compute what the whole batch does.
     """
 
     model: torch.nn.Module
@@ -89,11 +90,12 @@ class Request:
     optimizer: Any = None
     loss_fn: Any = None
     adds_up: bool = False
-    whole: Whole = field(default_factory=Whole)
-    is_compared: bool = False
     stack_gradients: bool = False
     fuse: bool = False
     stack_inputs: bool = False
+    whole: Whole = field(default_factory=Whole)
+    is_compared: bool = False
+    compares_batches: bool = True
 
 
 @dataclass
@@ -108,7 +110,7 @@ class Step:
         left: Tensors of the trace in `host_state`, which are further outputs, with what stands
             for them there.
         changing: `id` of variables that running it changes.
-        counts: What its losses were divided by.
+        counts: What was divided by in each division of its losses, None if it is not one number.
         extra: Further results for a comparison: name -> tensor of the trace; gradients, and counts
             if the batch is whole.
         shapes: Shape of each further output, None for what is no tensor.
@@ -126,7 +128,7 @@ class Step:
     host_state: list[tuple[Variable, Any]] = field(default_factory=list)
     left: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     changing: set[int] = field(default_factory=set)
-    counts: Tensors = field(default_factory=list)
+    counts: list[torch.Tensor | None] = field(default_factory=list)
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     shapes: tuple[torch.Size | None, ...] = ()
     compared: torch.fx.GraphModule | None = None
@@ -164,7 +166,8 @@ class Step:
         if self.request.is_compared:
             self.extra = {f"gradient of {name!r}": grad for name, grad in grads.items()}
             if not self.request.batch.is_cut:
-                self.extra |= {f"count {k}": count for k, count in enumerate(self.counts)}
+                counts = enumerate(self.counts)
+                self.extra |= {f"count {k}": each for k, each in counts if each is not None}
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
@@ -302,7 +305,7 @@ class Step:
 
     def _counts_of_whole(self) -> list[torch.Tensor | None] | None:
         """What losses divide by, of the whole batch; None for what chunks have of their own."""
-        if not self.request.batch.is_cut:
+        if self.request.whole.counts is None:
             return None
         with self._owned("", "forward"), torch.no_grad():
             made = iter(self.request.whole.counts_of(*self._flat))
