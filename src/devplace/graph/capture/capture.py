@@ -297,7 +297,11 @@ def _device_type(sources: Sources, leaves: list[Any], wanted: str | None) -> str
 def _meta(
     request: Request, micro_batches: int, batch_dims: BatchDims | None, unchecked: str
 ) -> dict[str, Any]:
-    further = {"batch_dims": named_dims(batch_dims), "unchecked": unchecked}
+    further = {
+        "batch_dims": named_dims(batch_dims),
+        "unchecked": unchecked,
+        "tied": request.sources.shared,
+    }
     return {key: value for key, value in further.items() if value} | {
         "mode": request.mode,
         "optimizer": request.update.kind if request.update else None,

@@ -82,7 +82,8 @@ def difference(found: Numbers, expected: Numbers) -> str:
         error = _error(mine, theirs, smallest if name in gradients else 0.0)
         if error > limit:
             if theirs.numel() == mine.numel() == 1:
-                return f"{name} is {mine.item():.6g} instead of {theirs.item():.6g}"
+                digits = 6 if error > 1e-4 else 12
+                return f"{name} is {mine.item():.{digits}g} instead of {theirs.item():.{digits}g}"
             if error == float("inf"):
                 return f"{name} is another one"
             return f"{name} is off by {error:.1e} of its largest value"
