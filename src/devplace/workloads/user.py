@@ -105,7 +105,7 @@ def as_file(spec: str) -> str:
     """
     name, separator, function = spec.partition(":")
     parts = name.split(".")
-    if not separator or not all(part.isidentifier() for part in parts) or os.path.exists(name):
+    if not separator or not all(part.isidentifier() for part in parts) or os.path.isfile(name):
         return spec
     for base in ("", *(entry for entry in sys.path if entry)):
         stem = os.path.join(base, *parts)
