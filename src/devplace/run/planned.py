@@ -30,7 +30,7 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
-    batch_dims: Mapping[str | int, int | None] | None = None,
+    batch_dims: Mapping[Any, int | None] | None = None,
     compare_batches: bool = True,
     clip_grad_norm: float | None = None,
     autocast: Any = None,

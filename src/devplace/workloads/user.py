@@ -92,9 +92,7 @@ def _split(spec: str) -> tuple[Path, str]:
         )
         guess = did_you_mean(path.name, others) if not path.exists() else " It is no file."
         what = "file" if file_text.endswith(".py") else "file or module"
-        raise InputError(
-            f"There is no {what} {file_text!r} to take {function_name!r} from.{guess}"
-        )
+        raise InputError(f"There is no {what} {file_text!r} to take {function_name!r} from.{guess}")
     return path, function_name
 
 

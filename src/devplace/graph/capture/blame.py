@@ -83,7 +83,7 @@ def _pairs(
     for index in range(count):
         mine = _forward(chunks, index)
         kinds = [[(n.target, n.meta["tag"].module) for n in nodes] for nodes in (theirs, mine)]
-        matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
+        matcher = difflib.SequenceMatcher(None, kinds[0], kinds[1], autojunk=False)
         blocks = [(0, 0, len(mine))] if kinds[0] == kinds[1] else matcher.get_matching_blocks()
         for first, second, length in blocks:
             for k in range(length):

@@ -75,15 +75,16 @@ def capture(
     """Capture one whole step: forward, backward and parameter update as one flat graph.
 
     With an optimizer it is a training step, with only a loss function an evaluation of the loss,
-    with neither an inference. Nothing is computed and nothing changes: model, optimizer and every
-    random generator are afterwards as before, and the model may be on the meta device. The step is
+    with neither an inference. Nothing changes: model, optimizer and every random generator are
+    afterwards as before, and the model may be on the meta device. Nothing is computed, but for
+    micro-batches: those are compared with the whole batch on the example inputs. The step is
     captured for CUDA if any parameter, buffer or input is there; what is too large for a GPU may
     stay on the CPU.
 
     Args:
         model: The module; its training flag is respected.
         example_inputs: A tensor, a tuple of positional inputs, or a dict of keyword inputs; of
-            these only shapes and dtypes matter.
+            these only shapes and dtypes matter (for micro-batches, values too).
         loss_fn: `loss_fn(model, *args, **kwargs)` gives a scalar, or `(loss_sum, weight)`, or with
             further outputs `(loss, {name: tensor})` or a dict with `loss`, which the step returns
             so; a torch loss such as `F.cross_entropy` or `nn.MSELoss()` is applied to the model's

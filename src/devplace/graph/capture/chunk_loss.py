@@ -52,7 +52,7 @@ def is_sum(loss_fn: Loss | None) -> bool:
     return getattr(loss_fn, "reduction", options.get("reduction")) == "sum"
 
 
-class Counts(TorchFunctionMode):
+class Counts(TorchFunctionMode):  # type: ignore[misc]
     """Finds what a loss divides by, one number each time; or puts those of the whole batch there.
 
     Found are the weights of targets in torch's cross entropy and negative log likelihood, and

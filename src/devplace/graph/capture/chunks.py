@@ -140,7 +140,8 @@ class _Reference:
         """The error of differences: of the way that is right the longest."""
         batch = self._request.batch
         blamed = [self._blame(way) for way in ways]
-        last = max(range(len(ways)), key=lambda k: blamed[k].place_in_order if blamed[k] else -1)
+        orders = [-1 if found is None else found.place_in_order for found in blamed]
+        last = orders.index(max(orders))
         found, text = blamed[last], ways[last].text
         text = (
             f"Micro-batches must give the loss and gradients of the whole batch, but with "

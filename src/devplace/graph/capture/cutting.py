@@ -9,7 +9,7 @@ import torch
 
 from devplace.errors import CaptureError
 
-BatchDims = Mapping[str | int, int | None]
+BatchDims = Mapping[Any, int | None]
 """Input's name -> the dimension its rows are in, or None if it has none. A name covers what is
 inside: `"1"` or `1` the second positional input, `"batch.mask"` an entry of a keyword input."""
 

@@ -7,6 +7,7 @@ of what it is given, normalises by fixed ones.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -73,7 +74,8 @@ def evaluate(
     waiting = {node: len(node.users) for node in gm.graph.nodes}
     values: dict[Node, Any] = {}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the step's own kernels say them, when it runs
             for node in gm.graph.nodes:
                 if node.op == "output":
                     return [values[each] for each in node.args[0]], run.is_exact
@@ -161,7 +163,8 @@ class _Run:
             return self._normalised(node, args)
         if name == "native_batch_norm_backward" and args[7]:
             mean, var = _statistics(args[1])
-            return node.target(*args[:3], mean, var, None, None, False, *args[8:])  # type: ignore[operator]
+            target: Any = node.target
+            return target(*args[:3], mean, var, None, None, False, *args[8:])
         if not is_random(node) or _has_dropout_rate(node):
             return None
         fake = node.meta["val"]
@@ -192,7 +195,8 @@ def _wide(value: Any) -> Any:
 
 
 def _has_dropout_rate(node: Node) -> bool:
-    return any(a.name == "dropout_p" for a in node.target._schema.arguments)  # type: ignore[union-attr]
+    schema: Any = getattr(node.target, "_schema", None)
+    return any(argument.name == "dropout_p" for argument in schema.arguments)
 
 
 def _without_dropout(node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -286,9 +290,9 @@ def peak_bytes(gm: torch.fx.GraphModule) -> int:
 
 
 def _wide_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * _WIDE.get(tensor.dtype, tensor.dtype).itemsize
+    return int(tensor.numel() * _WIDE.get(tensor.dtype, tensor.dtype).itemsize)
 
 
 def _free_bytes(device: torch.device) -> int:
     """What may be used: half of what is free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else MOST_BYTES
+    return int(torch.cuda.mem_get_info(device)[0]) // 2 if device.type == "cuda" else MOST_BYTES
