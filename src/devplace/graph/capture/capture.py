@@ -34,6 +34,7 @@ from devplace.graph.capture.refuse import (
     refuse_recomputed_random,
     refuse_replaced_variables,
     refuse_stray_parameters,
+    refuse_written_inputs,
     unwrap,
 )
 from devplace.graph.capture.same import is_same_step, reads_array
@@ -343,6 +344,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         raise explain(error, tagger) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
+    refuse_written_inputs(gm, step)
     if step.request.is_compared:
         step.compared = compared_graph(gm, step)
         drop_last_results(gm.graph, len(step.extra))

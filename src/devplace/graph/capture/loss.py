@@ -184,8 +184,8 @@ def read_loss(returned: Any) -> Returned:
     if weight.numel() != 1:
         raise CaptureError(
             f"loss_fn must return the loss, or a pair (loss_sum, weight) of scalars: the second "
-            f"part has shape {tuple(weight.shape)}. Return further outputs in a dict: "
-            f"(loss, {{'name': tensor}})."
+            f"part has shape {tuple(weight.shape)}. Return the loss alone, or further outputs in a "
+            f"dict: (loss, {{'name': tensor}})."
         )
     return Returned(loss, _scalar(weight))
 
