@@ -66,6 +66,9 @@ def numbers(step: Step, values: Values) -> Numbers:
     if reason:
         raise NotEvaluatedError(reason)
     made, is_exact = evaluate(gm, values.of(step), values.device)
+    if values.device.type == "cuda":
+        made = [tensor.cpu() for tensor in made]
+        torch.cuda.empty_cache()
     names = [out.name for out in step.outputs if out.role in ("loss", "output")]
     names = ["the loss" if name == "loss" else f"{name!r}" for name in names]
     named = dict(zip([*names, *step.extra], made, strict=True))
