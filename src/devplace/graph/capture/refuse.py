@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.analysis import mutates, view_bases
+from devplace.graph.capture.analysis import mutates, results, view_bases
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.tags import Tagger, is_user_file
@@ -312,10 +312,17 @@ def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def refuse_written_input(name: str, module: str, line: str) -> CaptureError:
-    """Error for a step that changes its input in place."""
-    return CaptureError(
-        f"Inputs must not be changed in place: input {name!r} is written at "
-        f"{describe_place(module, line)}. "
-        f"Work on a copy (x = x.clone())."
-    )
+def refuse_written_inputs(gm: torch.fx.GraphModule, step: Step) -> None:
+    """Refuse a step that changes an input in place.
+
+    Raises:
+        CaptureError: Names the input, and where it is written.
+    """
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, out in zip(results(gm), step.outputs, strict=False):
+        if out.role == "input" and node is not inputs[out.replaces]:
+            tag = node.meta["tag"]
+            raise CaptureError(
+                f"Inputs must not be changed in place: input {out.name!r} is written at "
+                f"{describe_place(tag.module, tag.line)}. Work on a copy (x = x.clone())."
+            )
