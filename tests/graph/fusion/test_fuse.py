@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -274,7 +276,8 @@ def test_a_fused_graph_is_fused_no_further(captured: OpGraph) -> None:
 
 
 def test_numbers_of_micro_batches_are_kept_in_the_records() -> None:
-    """Groups belong to one micro-batch each, and none is lost."""
+    """Groups belong to one micro-batch each, and none is lost; those of none hold sums over them
+    and the casts of their gradients."""
     model = small_net()
     graph = capture(model, batches()[0], xent, sgd(model), micro_batches=2, fuse=True)
     plain = graph.plain
@@ -282,5 +285,28 @@ def test_numbers_of_micro_batches_are_kept_in_the_records() -> None:
     of_op = {op.name: op.micro_batch for op in plain.ops}
     groups = [op for op in graph.ops if op.members]
     assert {op.micro_batch for op in groups} == {-1, 0, 1}
-    others = [m for op in groups for m in op.members if of_op[m.name] != op.micro_batch]
-    assert all(m.is_repeated for m in others)
+    members = [(op, m) for op in groups for m in op.members if not m.is_repeated]
+    others = [(op, m) for op, m in members if of_op[m.name] != op.micro_batch]
+    assert others
+    assert all(op.micro_batch == -1 and m.stage == "backward" for op, m in others)
+
+
+def test_casts_of_gradients_are_summed_where_they_are_used() -> None:
+    """Under autocast the new weight is one op of two low-precision gradients, and weights are cast
+    once for both micro-batches."""
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 4))
+    batch = torch.randn(8, 32), torch.randint(4, (8,))
+    options: dict[str, Any] = {"micro_batches": 2, "autocast": torch.bfloat16, "fuse": True}
+    graph = capture(model, batch, xent, sgd(model), **options)
+    producer = graph.producer
+    for result in graph.results:
+        if not result.name.endswith("weight"):
+            continue
+        op = graph.ops[producer[result.tensor]]
+        low = [t for t in op.inputs if graph.tensors[t].dtype == "bfloat16"]
+        assert len(low) == 2
+        assert {m.target for m in op.members} >= {"aten._to_copy.default", "aten.add.Tensor"}
+    casts = [
+        op for op in graph.ops if op.target == "aten._to_copy.default" and op.stage == "forward"
+    ]
+    assert sum(graph.ops[producer[op.inputs[0]]].role == "parameter" for op in casts) == 4

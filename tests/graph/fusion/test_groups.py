@@ -68,7 +68,32 @@ def keys(graph: OpGraph, index: int, pins: dict[str, str]) -> list[Hashable]:
     """What keeps an op apart from others: its pin, and its micro-batch."""
     is_cut = any(each.micro_batch > 0 for each in graph.ops)
     op = graph.ops[index]
-    return [pins.get(op.name), op.micro_batch if is_cut else None]
+    is_joined = is_sum(graph, index) or is_summand(graph, index)
+    return [pins.get(op.name), (-1 if is_joined else op.micro_batch) if is_cut else None]
+
+
+def is_sum(graph: OpGraph, index: int) -> bool:
+    """Whether a fusible op of one micro-batch reads what another has made."""
+    op = graph.ops[index]
+    read = {graph.ops[maker].micro_batch for maker, reader in edges(graph) if reader == index}
+    return op.is_fusible and op.micro_batch >= 0 and bool(read - {-1, op.micro_batch})
+
+
+def is_summand(graph: OpGraph, index: int) -> bool:
+    """Whether an op is a cast of a gradient of one micro-batch that is summed over all."""
+    op = graph.ops[index]
+    if op.micro_batch < 0 or op.stage != "backward" or not (op.is_fusible or op.is_view):
+        return False
+    if is_sum(graph, index):
+        return False
+    if any(result.tensor in op.outputs for result in graph.results):
+        return False
+    sizes = [sum(graph.tensors[t].num_bytes for t in some) for some in (op.inputs, op.outputs)]
+    readers = [reader for maker, reader in edges(graph) if maker == index]
+    of_none = (
+        graph.ops[r].micro_batch < 0 or is_sum(graph, r) or is_summand(graph, r) for r in readers
+    )
+    return bool(readers) and sizes[0] <= sizes[1] and all(of_none)
 
 
 def edges(graph: OpGraph) -> Iterator[tuple[int, int]]:
@@ -239,6 +264,30 @@ def test_micro_batches_are_kept_apart() -> None:
     made.fusible("c", "b0", "b1")
     made.fusible("d", "c")
     assert names(made.graph()) == ["a0 b0", "a1 b1", "c d"]
+
+
+def test_casts_of_gradients_belong_to_their_sum() -> None:
+    """Gradients of two micro-batches are cast where they are summed and used, whichever comes
+    first; what is larger before than after is not, nor what the step gives."""
+    made = Made()
+    made.source("w", "parameter")
+    for k in range(2):
+        fields = {"stage": "backward", "micro_batch": k}
+        made.own(f"product{k}", "w", *([f"product{k - 1}"] if k else []), num_bytes=2000, **fields)
+        made.fusible(f"cast{k}", f"product{k}", **fields)
+        made.own(f"rows{k}", f"product{k}", num_bytes=8000, **fields)
+        made.fusible(f"twice{k}", f"rows{k}", num_bytes=8000, **fields)
+        made.fusible(f"total{k}", f"twice{k}", **fields)
+    made.fusible("sum", "cast0", "cast1", stage="backward", micro_batch=1)
+    made.fusible("new", "w", "sum", stage="update")
+    made.fusible("rest", "total0", "total1", stage="backward")
+    made.fusible("last", "rest", stage="update")
+    made.result("new", "parameter", "w")
+    made.result("last")
+    both = ["cast0 cast1 sum new", "rest last"]
+    assert names(made.graph()) == [*both, "twice0 total0", "twice1 total1"]
+    made.result("cast0")
+    assert "cast1 sum new" in names(made.graph())
 
 
 def test_updates_of_modules_are_kept_apart() -> None:

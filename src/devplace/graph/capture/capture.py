@@ -16,7 +16,7 @@ from devplace.graph.capture.batch import make_batch
 from devplace.graph.capture.channels_last import lay_channels_last
 from devplace.graph.capture.chunk_loss import is_sum
 from devplace.graph.capture.chunks import trace_chunks
-from devplace.graph.capture.cleanup import clean, drop_last_results
+from devplace.graph.capture.cleanup import cast_weights_once, clean, drop_last_results
 from devplace.graph.capture.compare import compared_graph
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.counter_random import draw_by_counter
@@ -369,6 +369,7 @@ def _make_fusible(graph: torch.fx.Graph, step: Step) -> None:
         lay_channels_last(graph, step.inputs)
         direct_cross_entropy(graph)
     clean(graph)
+    cast_weights_once(graph, step.inputs)
     recompute(graph, spans_passes=True)
     clean(graph)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import NO_OPS, SILENT_MUTATORS, is_random, mutates
+from devplace.graph.capture.step import Input
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -155,6 +157,32 @@ def _merge_equal(graph: torch.fx.Graph) -> None:
         key = (node.target, tag.stage, tag.micro_batch, _key(node.args), kwargs)
         first = seen.setdefault(key, node)
         if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def cast_weights_once(graph: torch.fx.Graph, inputs: Sequence[Input]) -> None:
+    """Let all micro-batches read one cast of a parameter, instead of one each.
+
+    It belongs to no micro-batch: the device of the parameter casts it and sends what is smaller.
+
+    Args:
+        graph: A clean graph.
+        inputs: What its placeholders are.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    pairs = zip(placeholders, inputs, strict=True)
+    parameters = {node for node, entry in pairs if entry.kind == "parameter"}
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        base = node.args[0] if node.op == "call_function" and node.args else None
+        if node.target is not aten._to_copy.default or base not in parameters:
+            continue
+        tag = node.meta["tag"]
+        kwargs = tuple((k, _key(v)) for k, v in node.kwargs.items())
+        first = seen.setdefault((tag.stage, base, kwargs), node)
+        if first is not node:
+            first.meta["tag"] = first.meta["tag"]._replace(micro_batch=-1)
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 

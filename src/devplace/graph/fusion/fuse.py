@@ -180,6 +180,7 @@ def _renumbered(op: Op, tensor_of: Mapping[int, int]) -> Op:
 def _fused_op(graph: OpGraph, group: Group, tensor_of: Mapping[int, int]) -> Op:
     members = [graph.ops[index] for index in group.members]
     model = next(op for op in members if f"fused_{op.name}" == group.name)
+    batches = {graph.ops[k].micro_batch for k in group.members if k not in group.repeated}
     return Op(
         name=group.name,
         target=f"fused.{_digest(graph, group)}",
@@ -192,7 +193,7 @@ def _fused_op(graph: OpGraph, group: Group, tensor_of: Mapping[int, int]) -> Op:
         module=model.module,
         call=model.call,
         source_line=model.source_line,
-        micro_batch=model.micro_batch,
+        micro_batch=model.micro_batch if len(batches) == 1 else -1,
         workspace_bytes=max(op.workspace_bytes for op in members),
         members=_members(graph, group),
     )

@@ -45,10 +45,12 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
     Any other labels that never fall along an edge and rise into every op with its own call serve as
     well, and the following rules use that. An op that waits for nothing (of the backward pass or
     the update and reads no gradient, as what is computed again or decays; random numbers) gets the
-    depth of its first reader. An edge between ops of different parts (updates of different modules,
-    micro-batches, ops pinned to different devices) raises the depth. A component that holds ops of
-    different keys all the same, joined by ops without one, is cut where the key changes; updates of
-    two modules that are joined by the gradient of both stay together. A component of more than
+    depth of its first reader. So does a cast of a gradient that is summed over micro-batches, and
+    it belongs to the sum: what waits until then is the smaller one. An edge between ops of
+    different parts (updates of different modules, micro-batches, ops pinned to different devices)
+    raises the depth. A component that holds ops of different keys all the same, joined by ops
+    without one, is cut where the key changes; updates of two modules that are joined by the
+    gradient of both stay together. A component of more than
     `MAX_MEMBERS` ops is cut in topological order.
 
     Args:
@@ -64,17 +66,58 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
 class _Finder:
     def __init__(self, graph: OpGraph, part: Part) -> None:
         self._graph = graph
-        is_cut = any(op.micro_batch > 0 for op in graph.ops)
-        self._part = [
-            (part(op), _updated(op), op.micro_batch if is_cut and not op.is_source else None)
-            for op in graph.ops
-        ]
         producer = graph.producer
         self._makers = [sorted({producer[t] for t in op.inputs}) for op in graph.ops]
+        self._readers: list[list[int]] = [[] for _ in graph.ops]
+        for index, makers in enumerate(self._makers):
+            for maker in makers:
+                self._readers[maker].append(index)
+        self._kept = {producer[result.tensor] for result in graph.results}
+        self._sums = self._find_sums()
+        self._summands = self._find_summands()
+        is_cut = any(op.micro_batch > 0 for op in graph.ops)
+        joined = self._sums | self._summands
+        batch = [-1 if k in joined else op.micro_batch for k, op in enumerate(graph.ops)]
+        self._part = [
+            (part(op), _updated(op), batch[k] if is_cut and not op.is_source else None)
+            for k, op in enumerate(graph.ops)
+        ]
         self.repeated = self._find_repeated()
         self._root = self._roots()
         self._depth = self._depths()
         self._delay()
+
+    def _find_sums(self) -> set[int]:
+        """Fusible ops that read what another micro-batch than their own has made: they belong to no
+        micro-batch."""
+        ops, found = self._graph.ops, set()
+        for index, op in enumerate(ops):
+            batches = {ops[maker].micro_batch for maker in self._makers[index]} - {-1}
+            if op.is_fusible and op.micro_batch >= 0 and batches - {op.micro_batch}:
+                found.add(index)
+        return found
+
+    def _is_of_none(self, index: int) -> bool:
+        return self._graph.ops[index].micro_batch < 0 or index in self._sums
+
+    def _find_summands(self) -> set[int]:
+        """Casts of gradients that are summed over micro-batches: fusible ops of the backward pass
+        of one micro-batch that only ops of none read, and that read no more bytes than they make.
+        """
+        graph = self._graph
+        found: set[int] = set()
+        for index in reversed(range(len(graph.ops))):
+            op, readers = graph.ops[index], self._readers[index]
+            is_able = op.stage == "backward" and (op.is_fusible or op.is_view)
+            if self._is_of_none(index) or not is_able or index in self._kept:
+                continue
+            is_last = all(self._is_of_none(r) or r in found for r in readers)
+            if readers and is_last and self._bytes(op.inputs) <= self._bytes(op.outputs):
+                found.add(index)
+        return found
+
+    def _bytes(self, tensors: Sequence[int]) -> int:
+        return sum(self._graph.tensors[t].num_bytes for t in tensors)
 
     def _find_repeated(self) -> set[int]:
         """Fusible ops with small results that need only each other and small read-only sources."""
@@ -111,8 +154,7 @@ class _Finder:
         return (op.is_fusible or is_inside) and index not in self.repeated
 
     def _is_small(self, op: Op) -> bool:
-        tensors = self._graph.tensors
-        return sum(tensors[t].num_bytes for t in op.outputs) <= MAX_REPEATED_BYTES
+        return self._bytes(op.outputs) <= MAX_REPEATED_BYTES
 
     def _rise(self, maker: int, index: int) -> int:
         """By how much depth must rise on an edge."""
@@ -131,22 +173,17 @@ class _Finder:
 
     def _delay(self) -> None:
         """Bring ops that wait for nothing to their first reader."""
-        graph, depth = self._graph, self._depth
-        readers: list[list[int]] = [[] for _ in graph.ops]
-        for index, makers in enumerate(self._makers):
-            for maker in makers:
-                readers[maker].append(index)
-        kept = {graph.producer[result.tensor] for result in graph.results}
+        depth, readers = self._depth, self._readers
         may_wait = self._may_wait()
-        for index in reversed(range(len(graph.ops))):
-            if may_wait[index] and index not in kept and readers[index]:
+        for index in reversed(range(len(self._graph.ops))):
+            if may_wait[index] and index not in self._kept and readers[index]:
                 latest = min(depth[r] - self._rise(index, r) for r in readers[index])
                 depth[index] = max(depth[index], latest)
 
     def _may_wait(self) -> list[bool]:
         """Whether each op is fusible (or a view) and is of the backward pass or the update but
         reads nothing of the backward pass, such as the decay of a moment, or reads nothing but what
-        is made anew or comes with the batch as scalars."""
+        is made anew or comes with the batch as scalars, or is a cast of what is summed."""
         graph = self._graph
         in_backward = [False] * len(graph.ops)
         is_free = [False] * len(graph.ops)
@@ -161,7 +198,8 @@ class _Finder:
                 and all(is_free[m] or m in self.repeated for m in makers)
             )
             is_late = op.stage in ("backward", "update") and not in_backward[index]
-            found[index] = (op.is_fusible or op.is_view) and (is_late or is_free[index])
+            is_late |= is_free[index] or index in self._summands
+            found[index] = (op.is_fusible or op.is_view) and is_late
         return found
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
