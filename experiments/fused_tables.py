@@ -1,8 +1,9 @@
 """Tables of fused steps beside torch.compile and others, from what `experiments.gpu.fused` wrote.
 
-Run: `python experiments/fused_tables.py FOLDER ... [--note TEXT ...]`: writes
-docs/results/gpu_fused.json and .md. Only what was measured on one machine at one commit, a run, is
-compared; of a row that was timed several times in a run the last one counts.
+Run: `python experiments/fused_tables.py FOLDER ... [--keep] [--note TEXT ...]`: writes
+docs/results/gpu_fused.json and .md; with --keep the runs that are there stay. Only what was
+measured on one machine at one commit, a run, is compared; of a row that was timed several times in
+a run the last one counts.
 """
 
 from __future__ import annotations
@@ -37,27 +38,35 @@ Found = dict[str, dict[str, Any]]
 """Peer -> what it took for one row in one run."""
 
 
-def collect(folders: list[Path], notes: list[str]) -> dict[str, Any]:
-    """All lines of some folders as one result; machines and commits are said once each."""
+def collect(
+    folders: list[Path], notes: list[str], before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """All lines of some folders as one result, added to one of before; machines and commits are
+    said once each."""
     lines: dict[tuple[str, str, int], dict[str, Any]] = {}
     compile_s: dict[tuple[str, str], float] = {}
     runs: list[dict[str, Any]] = []
+    fresh: set[int] = set()
+    if before is not None:
+        runs, notes = before["runs"], [*before["notes"], *notes]
+        lines = {(line["row"], line["peer"], line["run"]): line for line in before["rows"]}
     for folder in folders:
         for text in (folder / "fused.jsonl").read_text().splitlines():
             line = json.loads(text)
             key = (line["row"], line["peer"])
-            compile_s[key] = max(compile_s.get(key, 0.0), line.get("compile_s", 0.0))
+            compile_s[key] = max(compile_s.get(key, 0.0), _compile_s(line) or 0.0)
             if line.pop("pass") == "warm":
                 continue
             made = {name: line.pop(name) for name in MADE}
             if made not in runs:
                 runs.append(made)
             place = (*key, runs.index(made))
+            fresh.add(place[2])
             if "ms" in line or place not in lines:
                 lines[place] = line | {"run": place[2]}
-    for (row, peer, _), line in lines.items():
-        if compile_s[row, peer]:
-            line["compile_s"] = compile_s[row, peer]
+    for (row, peer, run), line in lines.items():
+        if run in fresh and compile_s.get((row, peer)):
+            line["kernels_s" if peer in OURS else "compile_s"] = compile_s[row, peer]
     return {"runs": runs, "notes": notes, "rows": list(lines.values())}
 
 
@@ -218,13 +227,18 @@ def _gb(line: dict[str, Any]) -> str:
 
 
 def _compiling(*lines: dict[str, Any]) -> str:
-    """Seconds of compiling; ours are those of pricing, in which kernels are made."""
-    texts = []
-    for line in lines:
-        seconds = line.get("seconds", {}).get("1", {})
-        value = seconds.get("kernels", seconds.get("profile")) if seconds else line.get("compile_s")
-        texts.append("-" if value is None else f"{value:.0f}")
-    return ", ".join(texts)
+    """Seconds of compiling, in the pass that compiled."""
+    values = map(_compile_s, lines)
+    return ", ".join("-" if value is None else f"{value:.0f}" for value in values)
+
+
+def _compile_s(line: dict[str, Any]) -> float | None:
+    """Seconds of compiling; ours are those of making kernels, before they were told apart those of
+    pricing."""
+    if line.get("peer") not in OURS:
+        return line.get("compile_s")
+    seconds = line.get("seconds", {}).get("1", {})
+    return line.get("kernels_s", seconds.get("kernels", seconds.get("profile")))
 
 
 def main() -> None:
@@ -233,8 +247,11 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--note", action="append", default=[])
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--keep", action="store_true", help="add to the runs that are there")
     options = parser.parse_args()
-    data = collect(options.folders, options.note)
+    kept = options.out / "gpu_fused.json"
+    before = json.loads(kept.read_text()) if options.keep else None
+    data = collect(options.folders, options.note, before)
     (options.out / "gpu_fused.json").write_text(json.dumps(data, indent=1) + "\n")
     (options.out / "gpu_fused.md").write_text(gpu_fused(data))
 

@@ -85,6 +85,24 @@ def test_one_row_has_all_peers_of_its_run(tables: Any, tmp_path: Path) -> None:
     assert "- A note." in page
 
 
+def test_runs_that_are_there_can_stay(tables: Any, tmp_path: Path) -> None:
+    """A new run is added to them; kernels count in the pass that compiled them."""
+    old = tables.collect([written(tmp_path / "a", line("fused", 70.0, uuid="GPU-2"))], ["Old."])
+    new = written(
+        tmp_path / "b",
+        line("fused", None, row="bert-large-32", seconds={"1": {"kernels": 25.0}})
+        | {"pass": "warm"},
+        line("fused", 26.0, row="bert-large-32", seconds={"1": {"kernels": 0.1}}),
+        line("compile", 80.0),
+    )
+    page = tables.gpu_fused(tables.collect([new], ["New."], json.loads(json.dumps(old))))
+    first, second, added = cells(page, "gpt") + cells(page, "bert")
+    assert first[1:4] == ["0", "**70.0**", ""]
+    assert second[1:4] == ["1", "", "**80.0**"]
+    assert added[-1] == "25, -, -"
+    assert page.index("- Old.") < page.index("- New.")
+
+
 def test_machines_are_not_mixed(tables: Any, tmp_path: Path) -> None:
     """Figures of another machine are no row of their own where one machine has both."""
     first = written(tmp_path / "a", line("fused", 70.0, uuid="GPU-2"))
