@@ -24,14 +24,6 @@ def clean(graph: torch.fx.Graph) -> None:
     remove_dead(graph)
 
 
-def drop_last_results(graph: torch.fx.Graph, count: int) -> None:
-    """Drop the last results of a clean graph, and what only they need."""
-    output = _output(graph)
-    given: Any = output.args[0]
-    output.args = (given[: len(given) - count],)
-    remove_dead(graph)
-
-
 def _output(graph: torch.fx.Graph) -> Node:
     return next(n for n in reversed(graph.nodes) if n.op == "output")
 

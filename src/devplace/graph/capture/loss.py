@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from devplace.errors import CaptureError
@@ -203,11 +204,16 @@ def _scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(()) if tensor.ndim else tensor
 
 
-def refuse_reentrant(loss: torch.Tensor) -> None:
-    """Refuse re-entrant activation checkpointing: its parameters would get no gradients.
+def refuse_lost_gradients(loss: torch.Tensor, outside: Mapping[int, str]) -> None:
+    """Refuse gradients that a step would not have: of tensors outside the model, or re-entrant.
+
+    Args:
+        loss: What the loss function returned.
+        outside: `id` -> name of tensors outside the model, as far as there are names.
 
     Raises:
-        CaptureError: It is on the way from the loss back to some tensor.
+        CaptureError: A trainable tensor outside the model, or re-entrant activation checkpointing,
+            is on the way from the loss back.
     """
     todo, seen = [loss.grad_fn], set()
     while todo:
@@ -220,4 +226,17 @@ def refuse_reentrant(loss: torch.Tensor) -> None:
                 "Activation checkpointing must not be re-entrant: a part of the model is run by "
                 "torch.utils.checkpoint with use_reentrant=True. Pass use_reentrant=False."
             )
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
+            raise _trained_outside(leaf, outside.get(id(leaf)))
         todo += [after for after, _ in node.next_functions]
+
+
+def _trained_outside(leaf: torch.Tensor, name: str | None) -> CaptureError:
+    shown = repr(name) if name else f"a tensor of shape {list(leaf.shape)}"
+    return CaptureError(
+        f"Trainable tensors must be parameters of the model: the loss depends on {shown}, which "
+        f"is not and would get no gradient. To train it, capture one module that holds model and "
+        f"criterion, with one optimizer of a parameter group for each; else freeze it "
+        f"(requires_grad_(False)), or use it under torch.no_grad()."
+    )

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.analysis import results
 from devplace.graph.capture.assigned import data_written, refuse_other_buffers
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
-from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
+from devplace.graph.capture.guards.host import host_watched
+from devplace.graph.capture.guards.twice import Recorder
+from devplace.graph.capture.loss import refuse_learned_weight, refuse_lost_gradients, split_loss
 from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.outside import find_outside, left_alone
 from devplace.graph.capture.reads import Reads, Variable
 from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
-from devplace.graph.capture.tags import Tagger
-from devplace.graph.capture.values import differs, is_made_of_nothing, with_values
+from devplace.graph.capture.tags import Tagger, describe_place, user_line
+from devplace.graph.capture.values import differs, kept
 from devplace.graph.graph import ResultRole
 from devplace.graph.program import BindingKind, Constant
 
@@ -92,10 +93,8 @@ class Step:
     Attributes:
         outside: What its functions reach beside the model.
         reads: Attributes that its modules read.
-        host_state: Values that running it changes and that it may read, with what they become
-            (tensors as zeros); empty if these are caches of what never changes.
-        left: Tensors of the trace in `host_state`, which are further outputs, with what stands
-            for them there.
+        changed: Values that it may read and that running it changes, with what they become.
+        difference: What went otherwise when it ran once more, as the next step would.
         changing: `id` of variables that running it changes.
     """
 
@@ -107,15 +106,16 @@ class Step:
     output_leaves: tuple[Any, ...] = ()
     install: Callable[[], None] = lambda: None
     replaced_attributes: list[str] = field(default_factory=list)
-    host_state: list[tuple[Variable, Any]] = field(default_factory=list)
-    left: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    changed: list[tuple[Variable, Any]] = field(default_factory=list)
+    difference: Exception | None = None
     changing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
         self.outside = find_outside(self.request.model, self.request.loss_fn)
         self.reads = Reads(dict(self.request.model.named_modules()) | self._outside_modules())
-        self.plain_tensors = self.outside.tensors() | plain_tensors(self.request.model)
+        self._names_outside = self.outside.tensors()
+        self.plain_tensors = self._names_outside | plain_tensors(self.request.model)
         self.trained = [
             n
             for n, p in sources.parameters.items()
@@ -144,80 +144,76 @@ class Step:
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
-        return [*heads, *changed, *given["input"].values(), *(each for each, _ in self.left)]
+        return [*heads, *changed, *given["input"].values()]
 
     def _run_unchanged(
         self, given: dict[str, dict[Any, torch.Tensor]]
     ) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
-        """Heads, gradients, and what the sources are then; modules and variables are put back."""
+        """Heads, gradients, and what the sources are then; modules and variables are put back.
+
+        The step runs twice, the second time as it would after the first.
+        """
         model = self.request.model
         modules = [*model.modules(), *self.outside.modules.values()]
         sources = given["parameter"] | given["buffer"]
-        with (
-            self.tagger.module_hooks(),
-            unchanged(modules),
-            self.reads.followed(),
-            data_written(sources),
-        ):
+        with self.tagger.module_hooks(), unchanged(modules), data_written(sources):
             slots = Slots(model, self.request.sources, self.outside.modules.values())
-            slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
-            heads, grads = self._run(given)
-            now = slots.get()
-            present = self.outside.tensors() | plain_tensors(model)
+            first = Recorder(self._flat(given), self._place)
+            with self.reads.followed():
+                heads, grads, now = self._recorded(first, given, slots)
+                present = self.outside.tensors() | plain_tensors(model)
+            self._note_changes()
+            self._run_again(first, given, slots)
+            for variable, _ in self.changed:
+                variable.put(variable.value)
         self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
-        self._note_host_state()
         return heads, grads, now
+
+    def _flat(self, given: dict[str, dict[Any, torch.Tensor]]) -> Tensors:
+        return [tensor for each in given.values() for tensor in each.values()]
+
+    def _place(self) -> str:
+        return describe_place(self.tagger.current_module, user_line())
+
+    def _recorded(
+        self, recorder: Recorder, given: dict[str, dict[Any, torch.Tensor]], slots: Slots
+    ) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
+        """Heads, gradients, and what the sources are after a run that is recorded."""
+        slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
+        with recorder, host_watched(recorder.drawn, self._place, recorder.is_second):
+            heads, grads = self._run(given)
+        now = slots.get()
+        there = set(map(id, now))
+        for name in self.trained:
+            there.discard(id(given["parameter"][name]))
+        steady = {k for k, tensor in enumerate(self._flat(given)) if id(tensor) in there}
+        recorder.finish([heads, list(grads.items()), now], steady)
+        return heads, grads, now
+
+    def _run_again(
+        self, first: Recorder, given: dict[str, dict[Any, torch.Tensor]], slots: Slots
+    ) -> None:
+        described = list(self.outputs), self.output_spec, self.output_leaves
+        second = Recorder(self._flat(given), self._place, first)
+        try:
+            with disable_proxy_modes_tracing():
+                self._recorded(second, given, slots)
+        except Exception as error:  # told when the trace has shown nothing worse
+            self.difference = error
+        self.outputs, self.output_spec, self.output_leaves = described
+        self.tagger.stage, self.tagger.micro_batch = "forward", -1
 
     def _outside_modules(self) -> dict[str, torch.nn.Module]:
         return {f"{name}, outside the model": m for name, m in self.outside.modules.items()}
 
-    def _note_host_state(self) -> None:
-        """Values that are other ones now; variables are put back, modules have been."""
-        found, changed = list(self.reads.changed), []
+    def _note_changes(self) -> None:
+        """Values that are other ones now."""
+        self.changed = list(self.reads.changed)
         for variable in self.outside.variables:
             now = variable.present()
             if differs(now, variable.value):
                 self.changing.add(id(variable))
-                changed.append(variable)
-                if not isinstance(variable.value, torch.Tensor):
-                    found.append((variable, now))
-        caches = [is_made_of_nothing(now) for _, now in found]
-        if not all(caches):
-            ordered = sorted(zip(caches, found, strict=True), key=lambda pair: pair[0])
-            found = [pair for _, pair in ordered] + self.reads.left
-            self.host_state = [(variable, with_values(now)) for variable, now in found]
-            leaves, stand_ins = (
-                pytree.tree_leaves([now for _, now in each]) for each in (found, self.host_state)
-            )
-            self.left = [
-                pair
-                for pair in zip(leaves, stand_ins, strict=True)
-                if isinstance(pair[0], FakeTensor)
-            ]
-        for variable in changed:
-            variable.put(variable.value)
-
-    @contextlib.contextmanager
-    def with_host_state(self) -> Iterator[None]:
-        """Plain values inside are as running the step leaves them."""
-        for variable, now in self.host_state:
-            variable.put(now)
-        try:
-            yield
-        finally:
-            for variable, _ in self.host_state:
-                variable.put(variable.value)
-
-    def steady_inputs(self, gm: torch.fx.GraphModule) -> set[int]:
-        """Places of parameters, buffers and constants that the traced step leaves as they are."""
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        kinds = ("parameter", "buffer")
-        same = {
-            out.replaces
-            for out, node in zip(self.outputs, results(gm), strict=False)
-            if out.role in kinds and node is inputs[out.replaces]
-        }
-        return same | {k for k, entry in enumerate(self.inputs) if entry.kind == "constant"}
+                self.changed.append((variable, kept(now)))
 
     def _by_kind(self, flat: Sequence[torch.Tensor]) -> dict[str, dict[Any, torch.Tensor]]:
         kinds = ("parameter", "buffer", "state", "input", "constant", "scalar")
@@ -312,7 +308,7 @@ class Step:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        refuse_reentrant(loss)
+        refuse_lost_gradients(loss, self._names_outside)
         if weight is not None:
             refuse_learned_weight(weight, self._places_of_parameters())
         return loss, weight

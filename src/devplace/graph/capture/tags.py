@@ -66,6 +66,14 @@ def user_line() -> str:
     return ""
 
 
+def describe_place(module: str | None, line: str) -> str:
+    """Text that names a module and source line, as far as they are known."""
+    if module is None:
+        return line or "an unknown place"
+    shown = f"module {module!r}" if module else "the model"
+    return f"{shown} ({line})" if line else shown
+
+
 def in_checkpoint() -> bool:
     """Whether the caller runs inside a recomputation of torch.utils.checkpoint."""
     frame = sys._getframe(1)
