@@ -292,7 +292,6 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
             refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
             refuse_stray_parameters(gm, step)
-            _refuse_difference(step)
             gm = make_functional(gm, flat, tagger)
     except (Exception, SystemExit) as error:
         raise explain(error, tagger) from None
@@ -307,6 +306,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     if step.request.fuse:
         _make_fusible(gm.graph, step)
     refuse_replaced_variables(gm, step)
+    _refuse_difference(step)
     return gm
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -204,11 +204,14 @@ def _scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(()) if tensor.ndim else tensor
 
 
-def refuse_lost_gradients(loss: torch.Tensor, outside: Mapping[int, str]) -> None:
+def refuse_lost_gradients(
+    loss: torch.Tensor, own: Collection[int], outside: Mapping[int, str]
+) -> None:
     """Refuse gradients that a step would not have: of tensors outside the model, or re-entrant.
 
     Args:
         loss: What the loss function returned.
+        own: `id` of parameters of the model, which are other tensors during a trace.
         outside: `id` -> name of tensors outside the model, as far as there are names.
 
     Raises:
@@ -227,7 +230,8 @@ def refuse_lost_gradients(loss: torch.Tensor, outside: Mapping[int, str]) -> Non
                 "torch.utils.checkpoint with use_reentrant=True. Pass use_reentrant=False."
             )
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
+        is_real = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+        if is_real and id(leaf) not in own:
             raise _trained_outside(leaf, outside.get(id(leaf)))
         todo += [after for after, _ in node.next_functions]
 

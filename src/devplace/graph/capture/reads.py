@@ -203,8 +203,6 @@ class Reads:
                         raise _made_inside(where)
                     variable = Variable(where, _own(module, key), key, value)
                     self.changed.append((variable, kept(now)))
-                    if is_array(now):
-                        variable.put(value)
 
     def _note_left(self) -> None:
         """Attributes that another step may read; parameters and buffers are no such."""

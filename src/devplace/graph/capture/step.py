@@ -116,6 +116,7 @@ class Step:
         self.reads = Reads(dict(self.request.model.named_modules()) | self._outside_modules())
         self._names_outside = self.outside.tensors()
         self.plain_tensors = self._names_outside | plain_tensors(self.request.model)
+        self._own = set(map(id, sources.parameters.values()))
         self.trained = [
             n
             for n, p in sources.parameters.items()
@@ -308,7 +309,7 @@ class Step:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        refuse_lost_gradients(loss, self._names_outside)
+        refuse_lost_gradients(loss, self._own, self._names_outside)
         if weight is not None:
             refuse_learned_weight(weight, self._places_of_parameters())
         return loss, weight

@@ -19,6 +19,7 @@ from devplace.graph.graph import Stage
 
 UNKNOWN = "?"
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_GUARDS = os.path.join(_PACKAGE, "guards") + os.sep  # between a step's functions and its ops
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SKIP, _STOP, _USER = 0, 1, 2
@@ -38,7 +39,7 @@ class Tag(NamedTuple):
 @cache
 def _frame_kind(filename: str) -> int:
     if filename.startswith(_PACKAGE):
-        return _STOP
+        return _SKIP if filename.startswith(_GUARDS) else _STOP
     in_stdlib = filename.startswith(_STDLIB) and "-packages" not in filename
     return _SKIP if filename.startswith(("<", _TORCH)) or in_stdlib else _USER
 

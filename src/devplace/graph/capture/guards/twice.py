@@ -17,28 +17,29 @@ from devplace.graph.capture.tags import in_checkpoint
 
 _DEVICE = torch.ops.prim.device.default
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
-_DRAWN = ("drawn",)
 _MOST_NUMBERS = 10_000  # of a tensor from outside that is compared by value
 _PLAIN = (int, float, bool, str, complex, type(None))
 
-Token = tuple[Any, ...]
-"""What a tensor is, the same in both runs: a source, one from outside, or made by a numbered op."""
 
+class _Made(NamedTuple):
+    """How a value is made: two that are made alike are one.
 
-class _Call(NamedTuple):
-    """An op, what it is given, with `%` for tensors, these tensors, and the memory it writes."""
+    Attributes:
+        by: An op, or a word for a source, a tensor from outside and the like.
+        given: Its arguments, with `%` for tensors.
+        reads: Numbers of the values that it reads.
+    """
 
-    target: Any
-    text: Any
-    reads: tuple[Token, ...]
-    written: tuple[int, ...] = ()
+    by: Any
+    given: Any = ""
+    reads: tuple[int, ...] = ()
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the ops of a run of the step; those of the run after it must be the same.
+    """Numbers the values of a run of the step; the run after it must give the same numbers.
 
-    What depends on nothing that changes from step to step, such as a mask, is steady: one run may
-    make it and the next take it from a cache. All other ops must come in the same order.
+    A value from the run before may be read if it is steady, that is, depends on nothing that
+    changes from step to step, such as a mask: then it does not matter which run made it.
 
     Args:
         sources: Tensors that stand for the step's inputs.
@@ -55,20 +56,19 @@ class Recorder(TorchDispatchMode):
         before: Recorder | None = None,
     ) -> None:
         super().__init__()
+        self.results: tuple[Any, tuple[int, ...]] = ("", ())
         self._place, self._before = place, before
-        self._tokens: dict[int, Token] = {}
+        self._numbers: dict[_Made, int] = before._numbers if before else {}
+        self._places: dict[int, str] = {}  # of what the run before has not made
+        self._is_steady: list[bool] = []
+        self._of: dict[int, int] = {}  # id of a tensor -> its number
         self._alive: list[torch.Tensor] = []  # so that ids stay their own
-        self._calls: list[_Call] = []
-        self._matched = 0
-        self._numbers: dict[Any, int] = before._numbers if before else {}
-        self._steady: set[Token] = before._steady if before else set()
-        self._own: set[int] = set()
-        self._spoilt: set[int] = set()
+        self._state: dict[int, int] = {}  # memory -> number of all writes to it
+        self._drawn: list[Any] = []
+        self._num_draws = 0
         self._seed = _new_seed()
-        self._num_sources = len(sources)
         for index, source in enumerate(sources):
-            self._put(source, ("source", index))
-        self._given = {memory(source) for source in sources}
+            self._put(source, self._number(_Made("source", index)))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -79,20 +79,34 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is not None and node.name() == _ACCUMULATES:
             raise _adds_to_gradients(self._place())
-        is_drawn = draws(func, args, kwargs)
-        if is_drawn and not in_checkpoint():
-            self._check_seed(self._place())
-            self._seed = _new_seed()
-        reads: list[Token] = [_DRAWN] if is_drawn else []
-        text = self._sign((args, kwargs), reads)
+        reads: list[int] = []
+        given = self._sign((args, kwargs), reads)
+        if draws(func, args, kwargs):
+            reads.append(self._draw())
         made = func(*args, **kwargs)
-        written = tuple(memory(tensor) for tensor in written_by(func, args, kwargs))
-        self._add(_Call(func, text, tuple(reads), written), made)
+        number = self._number(_Made(func, given, tuple(reads)))
+        written = written_by(func, args, kwargs)
+        for tensor in written:
+            place = memory(tensor)
+            self._state[place] = self._number(
+                _Made("write", "", (self._state.get(place, 0), number))
+            )
+        for index, tensor in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
+            if isinstance(tensor, torch.Tensor) and not any(tensor is each for each in written):
+                self._put(tensor, self._number(_Made("output", index, (number,))))
         return made
 
+    @property
+    def is_second(self) -> bool:
+        """Whether this is the run after another."""
+        return self._before is not None
+
     def drawn(self, value: Any) -> Any:
-        """A generator on the host gave a value."""
-        self._add(_Call("a draw", repr(value), (_DRAWN,)), ())
+        """A generator on the host gave a value, which must be that of the run before."""
+        drawn = self._drawn
+        if self._before is not None and self._before._drawn[len(drawn) : len(drawn) + 1] != [value]:
+            raise DifferentError(f"a generator gives {value!r}, another number than", self._place())
+        drawn.append(value)
         return value
 
     def finish(self, results: Sequence[Any], steady: Collection[int]) -> None:
@@ -100,64 +114,61 @@ class Recorder(TorchDispatchMode):
 
         Args:
             results: What it gave.
-            steady: Places of the sources that no step changes.
+            steady: Places of the sources that no step replaces.
 
         Raises:
-            CaptureError: It did not do all that the run before did.
+            CaptureError: The run before gave something else.
         """
         self._check_seed("the step")
+        reads: list[int] = []
+        self.results = (
+            self._sign((self._num_draws, len(self._drawn), *results), reads),
+            tuple(reads),
+        )
         if self._before is None:
-            written = {each for call in self._calls for each in call.written}
-            sources = self._alive[: self._num_sources]
-            unwritten = {k for k in steady if memory(sources[k]) not in written}
-            self._steady.update(("source", index) for index in unwritten)
-            self._sort_out()
-        reads: list[Token] = []
-        self._add(_Call("the results", self._sign(results, reads), (*reads, _DRAWN)), ())
+            written = self._state.keys()
+            is_kept = {k for k in steady if memory(self._alive[k]) not in written}
+            self._find_steady(is_kept)
+        elif self.results != self._before.results:
+            raise self._difference()
+
+    def _draw(self) -> int:
+        """Number of a draw from torch's generator.
+
+        Each draw must find the generator as the one before left it: a seed or a fork in the step
+        changes that. Ops on tensors without values draw nothing, so each gives it a new seed.
+        """
+        if not in_checkpoint():
+            self._check_seed(self._place())
+            self._seed = _new_seed()
+        self._num_draws += 1
+        return self._number(_Made("draw", self._num_draws))
 
     def _check_seed(self, where: str) -> None:
-        """Each draw finds the generator as the one before left it; a seed or a fork changes that.
-
-        Ops on tensors without values draw nothing, so the generator gets a new seed for each.
-        """
         if torch.default_generator.initial_seed() != self._seed:
             raise CaptureError(
                 f"The step must not seed torch's generator, nor set or restore its state: what "
-                f"torch.manual_seed, set_rng_state or fork_rng do in it would be lost ({where}). "
-                f"Seed outside the step, or draw there and pass the numbers as an input."
+                f"manual_seed, set_rng_state or fork_rng do to random numbers would be lost at "
+                f"{where}. Seed outside the step, or draw there and pass the numbers as an input."
             )
 
-    @property
-    def is_second(self) -> bool:
-        """Whether this is the run after another."""
-        return self._before is not None
+    def _number(self, made: _Made) -> int:
+        number = self._numbers.get(made)
+        if number is None:
+            self._numbers[made] = number = len(self._numbers) + 1
+            if self._before is not None:
+                self._places[number] = self._place()
+        return number
 
-    # ---- what a run does
-
-    def _add(self, call: _Call, made: Any) -> None:
-        """Note a call, and what the tensors are that it made."""
-        token: Token
-        if self._before is None:
-            token = ("made", len(self._calls))
-            self._calls.append(call)
-        elif self._is_steady(call):
-            token = ("steady", self._number(call))
-        else:
-            token = ("made", self._match(call))
-        outputs = made if isinstance(made, (tuple, list)) else (made,)
-        for index, tensor in enumerate(outputs):
-            if isinstance(tensor, torch.Tensor):
-                if not call.written and memory(tensor) not in self._given:
-                    self._own.add(memory(tensor))
-                self._put(tensor, (*token, index))
-
-    def _put(self, tensor: torch.Tensor, token: Token) -> None:
+    def _put(self, tensor: torch.Tensor, number: int) -> None:
         self._alive.append(tensor)
-        self._tokens[id(tensor)] = token
+        self._of[id(tensor)] = number
 
-    def _sign(self, value: Any, reads: list[Token]) -> Any:
+    def _sign(self, value: Any, reads: list[int]) -> Any:
+        """Arguments as text, with holes for tensors, whose numbers are added to `reads`."""
         if isinstance(value, torch.Tensor):
-            reads.append(self._tokens.get(id(value)) or self._meet(value))
+            reads.append(self._of.get(id(value)) or self._meet(value))
+            reads.append(self._state.get(memory(value), 0))
             return "%"
         if isinstance(value, (tuple, list)):
             return tuple([self._sign(each, reads) for each in value])
@@ -166,65 +177,45 @@ class Recorder(TorchDispatchMode):
         is_plain = isinstance(value, _PLAIN) or type(value).__module__ == "torch"
         return repr(value) if is_plain else type(value).__name__
 
-    def _meet(self, tensor: torch.Tensor) -> Token:
-        """Token of a tensor that this run has not made."""
-        token: Token
-        left = self._before._tokens.get(id(tensor)) if self._before else None
-        if left is not None and self._before is not None:
-            is_same = self._is_steady_token(left) and memory(tensor) not in self._before._spoilt
-            token = left if is_same else ("left", *left)
-        elif isinstance(tensor, FakeTensor):
-            token = ("unknown", len(self._tokens))
-        else:
-            token = ("outside", _identity(tensor))
-            self._given.add(memory(tensor))
-        self._put(tensor, token)
-        return token
-
-    # ---- what two runs do
-
-    def _is_steady_token(self, token: Token) -> bool:
-        return token[0] in ("steady", "outside") or token in self._steady
-
-    def _is_steady(self, call: _Call) -> bool:
-        is_given = all(map(self._is_steady_token, call.reads))
-        return is_given and all(each in self._own for each in call.written)
-
-    def _number(self, call: _Call) -> int:
-        """Number of a steady call; equal ones are one."""
-        return self._numbers.setdefault(call[:3], len(self._numbers))
-
-    def _sort_out(self) -> None:
-        """Leave only the calls that are not steady, and number them anew."""
-        names: dict[Token, Token] = {}
-        calls, self._calls = self._calls, []
-
-        def renamed(token: Token) -> Token:
-            return (*names.get(token[:2], token[:2]), *token[2:])
-
-        for index, call in enumerate(calls):
-            call = call._replace(reads=tuple(map(renamed, call.reads)))
-            if self._is_steady(call):
-                names["made", index] = ("steady", self._number(call))
+    def _meet(self, tensor: torch.Tensor) -> int:
+        """Number of a tensor that this run has not made."""
+        before = self._before
+        left = before._of.get(id(tensor)) if before else None
+        if before is not None and left is not None:
+            writes = before._state.get(memory(tensor), 0)
+            if before._is_steady[left] and before._is_steady[writes]:
+                self._state.setdefault(memory(tensor), writes)
             else:
-                names["made", index] = ("made", len(self._calls))
-                self._calls.append(call)
-                self._spoilt.update(call.written)
-        self._tokens = {key: renamed(token) for key, token in self._tokens.items()}
+                left = self._number(_Made("left", len(self._of), (left, writes)))
+            number = left
+        elif isinstance(tensor, FakeTensor):
+            number = self._number(_Made("unknown", len(self._of)))
+        else:
+            number = self._number(_Made("outside", _identity(tensor)))
+        self._put(tensor, number)
+        return number
 
-    def _match(self, call: _Call) -> int:
-        """Number of the same call in the run before.
+    def _find_steady(self, sources: Collection[int]) -> None:
+        steady = self._is_steady = [True]  # no writes
+        for made in self._numbers:
+            is_source = made.by == "source"
+            is_one = made.given in sources if is_source else made.by not in ("draw", "unknown")
+            steady.append(is_one and all(steady[each] for each in made.reads))
 
-        Raises:
-            CaptureError: It did something else there.
-        """
+    def _difference(self) -> DifferentError:
+        """Follow what differs from the results back to where it begins."""
         assert self._before is not None
-        calls, at = self._before._calls, self._matched
-        other = calls[at] if at < len(calls) else None
-        if other is None or other[:3] != call[:3]:
-            raise DifferentError(call, other, self._place())
-        self._matched += 1
-        return at
+        made = {number: each for each, number in self._numbers.items()}
+        now, then = _Made("", *self.results), _Made("", *self._before.results)
+        place = "the step"
+        while now.by == then.by and now.given == then.given and len(now.reads) == len(then.reads):
+            pairs = zip(now.reads, then.reads, strict=True)
+            one, other = next(pair for pair in pairs if pair[0] != pair[1])
+            place = self._places.get(one, place)
+            if one not in made or other not in made:  # writes, and none before
+                break
+            now, then = made[one], made[other]
+        return DifferentError(f"{_described(now)} comes instead of {_described(then)}", place)
 
 
 class DifferentError(CaptureError):
@@ -232,41 +223,39 @@ class DifferentError(CaptureError):
 
     Attributes:
         where: Module and line where that shows.
-        what: What is done there.
     """
 
-    def __init__(self, call: _Call, before: _Call | None, where: str) -> None:
-        what = f"{call.target} comes where {before.target if before else 'nothing'} came before"
-        if before is not None and before.target == call.target:
-            what = f"{call.target} is given other tensors than before"
-            pairs = [(a, b) for a, b in zip(_flat(call.text), _flat(before.text), strict=False)]
-            now, then = next(((a, b) for a, b in pairs if a != b), ("", ""))
-            if now:
-                what = f"{call.target} is given {now} after {then}"
-        self.where, self.what = where, what
+    def __init__(self, what: str, where: str) -> None:
+        self.where = where
         super().__init__(
-            f"A step must compute the same in each of two calls: in the second {what} at {where}. "
-            f"A generator, clock or counter on the host decides; draw with torch, or pass what it "
-            f"gives as an input tensor."
+            f"A step must compute the same in each of two calls: in the second, {what} in the "
+            f"first, at {where}. A generator, clock or counter on the host decides. Draw with "
+            f"torch, or pass what it gives as an input tensor."
         )
 
 
-def _flat(text: Any) -> list[Any]:
-    if not isinstance(text, tuple):
-        return [text]
-    return [leaf for each in text for leaf in _flat(each)]
+def _described(made: _Made) -> str:
+    numbers = [text for text in _flat(made.given) if str(text).lstrip("-")[:1].isdigit()]
+    shown = f" of {', '.join(map(str, numbers[:4]))}" if numbers else ""
+    return f"{made.by or 'another number of draws'}{shown}"
+
+
+def _flat(given: Any) -> list[Any]:
+    if not isinstance(given, tuple):
+        return [given]
+    return [leaf for each in given for leaf in _flat(each)]
 
 
 def _adds_to_gradients(where: str) -> CaptureError:
     return CaptureError(
-        f"Gradients come from the returned loss alone: {where} calls .backward() itself, and what "
-        f"that adds to .grad would be lost. Return the sum of the losses, or use "
-        f"torch.autograd.grad for a gradient that is a part of the loss."
+        f"Backward and the update belong to the step: {where} calls .backward() itself, and what "
+        f"that adds to .grad would be lost. Let loss_fn return the loss alone, the sum of all that "
+        f"is to be trained; gradients in it are had by torch.autograd.grad."
     )
 
 
 def _new_seed() -> int:
-    seed = int.from_bytes(os.urandom(7))
+    seed = int.from_bytes(os.urandom(7), "little")
     torch.default_generator.manual_seed(seed)
     return seed
 
@@ -278,5 +267,6 @@ def _identity(tensor: torch.Tensor) -> Any:
             return id(tensor)
         if tensor.numel() <= _MOST_NUMBERS or not tensor.untyped_storage().resizable():
             values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            return tensor.shape, tensor.dtype, values.view(torch.uint8).numpy().tobytes()
+            shape = tuple(tensor.shape)
+            return shape, repr(tensor.dtype), values.view(torch.uint8).numpy().tobytes()
     return id(tensor)
