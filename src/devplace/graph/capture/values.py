@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (
     *(int, float, bool, str, bytes, complex, type(None), enum.Enum),
@@ -138,39 +135,6 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if all(map(is_, parts, value)):
         return value
     return value._make(parts) if hasattr(value, "_make") else tuple(parts)
-
-
-def with_values(value: Any) -> Any:
-    """A value with zeros for tensors that have no values, such as a trace leaves behind."""
-
-    def zeros(tensor: Any) -> torch.Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-    with _disable_current_modes():
-        return kept(tree_map_only(FakeTensor, zeros, value))
-
-
-def is_made_of_nothing(value: Any) -> bool:
-    """Whether a trace has left tensors that depend on none of its inputs, as a cache of masks."""
-    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)]
-    mode = get_proxy_mode()
-    return bool(found) and mode is not None and not any(_has_inputs(t, mode.tracer) for t in found)
-
-
-def _has_inputs(tensor: torch.Tensor, tracer: Any) -> bool:
-    slot: Any = get_proxy_slot(tensor, tracer, None)
-    todo, seen = [] if slot is None else [slot.proxy.node], set()
-    while todo:
-        node = todo.pop()
-        if node.op in ("placeholder", "get_attr") or _is_random(node):
-            return True
-        seen.add(node)
-        todo += [each for each in node.all_input_nodes if each not in seen]
-    return slot is None
-
-
-def _is_random(node: torch.fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def shown(value: Any) -> str:
