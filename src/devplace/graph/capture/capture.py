@@ -137,10 +137,9 @@ def capture(
 
 def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx.GraphModule]:
     """Trace the step, and see that nothing on the host decided what it computes."""
-    model = request.model
-    tagger = Tagger(model, progress)
+    tagger = Tagger(request.model, progress)
     step = Step(request, tagger)
-    with torch.inference_mode(False), undisturbed(model) as host_random:
+    with torch.inference_mode(False), undisturbed() as host_random:
         flat = _fakes(step)
         gm = _trace(step, flat, tagger)
     if host_random.used:
@@ -154,12 +153,14 @@ def _refuse_difference(step: Step) -> None:
     Raises:
         CaptureError: Names the first of the values that running the step changes.
     """
-    if step.difference is None:
+    difference = step.difference
+    if difference is None:
         return
-    if not step.changed:
-        raise step.difference
+    is_named = isinstance(difference, CaptureError) and not isinstance(difference, DifferentError)
+    if is_named or not step.changed:
+        raise explain(difference, step.tagger)
     (variable, now), *_ = step.changed
-    where = f" ({step.difference.where})" if isinstance(step.difference, DifferentError) else ""
+    where = f" ({difference.where})" if isinstance(difference, DifferentError) else ""
     raise CaptureError(
         f"What a step computes must not depend on values that it changes: {variable.name} goes "
         f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "

@@ -223,7 +223,7 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
     Raises:
         CaptureError: Such a tensor is read, and written in place or replaced.
     """
-    plain = step.plain_tensors
+    plain = {id(v.value): v.name for v in step.outside.variables} | step.plain_tensors
     read: set[str] = set()
     written: list[str] = []
     for node in gm.graph.nodes:
@@ -245,7 +245,7 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
     if written:
         raise CaptureError(
             f"State must be kept in buffers: {written[0]!r} is no buffer, but is read and "
-            f"changed by the step. Use register_buffer."
+            f"changed by the step. Use register_buffer, and write into that."
         )
 
 

@@ -14,13 +14,14 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from devplace.errors import CaptureError
 from devplace.graph.capture.assigned import data_written, refuse_other_buffers
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
-from devplace.graph.capture.guards.host import host_watched
+from devplace.graph.capture.guards.host import draws_on_host, host_watched
+from devplace.graph.capture.guards.state import Outliving, executed
 from devplace.graph.capture.guards.twice import Recorder
 from devplace.graph.capture.loss import refuse_learned_weight, refuse_lost_gradients, split_loss
 from devplace.graph.capture.optimizers import Update
-from devplace.graph.capture.outside import find_outside, left_alone
+from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.reads import Reads, Variable
-from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
+from devplace.graph.capture.sources import Slots, Sources, plain_tensors
 from devplace.graph.capture.tags import Tagger, describe_place, user_line
 from devplace.graph.capture.values import differs, kept
 from devplace.graph.graph import ResultRole
@@ -113,9 +114,10 @@ class Step:
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
         self.outside = find_outside(self.request.model, self.request.loss_fn)
-        self.reads = Reads(dict(self.request.model.named_modules()) | self._outside_modules())
+        self._modules = dict(self.request.model.named_modules()) | self._outside_modules()
+        self.reads = Reads(self._modules)
         self._names_outside = self.outside.tensors()
-        self.plain_tensors = self._names_outside | plain_tensors(self.request.model)
+        self.plain_tensors = plain_tensors(self._modules) | self._names_outside
         self._own = set(map(id, sources.parameters.values()))
         self.trained = [
             n
@@ -137,8 +139,7 @@ class Step:
         """Run on tensors in the order of `inputs`; gives tensors in the order of `outputs`."""
         self.install()
         given = self._by_kind(flat)
-        with left_alone(self.outside):
-            heads, grads, now = self._run_unchanged(given)
+        heads, grads, now = self._run_unchanged(given)
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
         refuse_other_buffers(given["buffer"], buffers)
@@ -154,17 +155,16 @@ class Step:
 
         The step runs twice, the second time as it would after the first.
         """
-        model = self.request.model
-        modules = [*model.modules(), *self.outside.modules.values()]
         sources = given["parameter"] | given["buffer"]
-        with self.tagger.module_hooks(), unchanged(modules), data_written(sources):
-            slots = Slots(model, self.request.sources, self.outside.modules.values())
+        outliving = Outliving(self._modules, self.outside)
+        with self.tagger.module_hooks(), outliving.put_back(), data_written(sources):
+            slots = Slots(self.request.model, self.request.sources, self.outside.modules.values())
             first = Recorder(self._flat(given), self._place)
             with self.reads.followed():
                 heads, grads, now = self._recorded(first, given, slots)
-                present = self.outside.tensors() | plain_tensors(model)
+                present = plain_tensors(self._modules) | self.outside.tensors()
             self._note_changes()
-            self._run_again(first, given, slots)
+            self._run_again(first, given, slots, outliving)
             for variable, _ in self.changed:
                 variable.put(variable.value)
         self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
@@ -192,14 +192,24 @@ class Step:
         return heads, grads, now
 
     def _run_again(
-        self, first: Recorder, given: dict[str, dict[Any, torch.Tensor]], slots: Slots
+        self,
+        first: Recorder,
+        given: dict[str, dict[Any, torch.Tensor]],
+        slots: Slots,
+        outliving: Outliving,
     ) -> None:
+        """Run as the next step would; what is wrong is told when nothing worse is found."""
         described = list(self.outputs), self.output_spec, self.output_leaves
         second = Recorder(self._flat(given), self._place, first)
+        drawn_from = outliving.drawn_from()
+        outliving.note()
         try:
-            with disable_proxy_modes_tracing():
+            if drawn_from:
+                raise draws_on_host("the step", drawn_from)
+            with disable_proxy_modes_tracing(), executed() as ran:
                 self._recorded(second, given, slots)
-        except Exception as error:  # told when the trace has shown nothing worse
+            outliving.refuse_lost(ran, first.is_state)
+        except Exception as error:
             self.difference = error
         self.outputs, self.output_spec, self.output_leaves = described
         self.tagger.stage, self.tagger.micro_batch = "forward", -1

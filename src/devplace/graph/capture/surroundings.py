@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from devplace.graph.capture.sources import unchanged
-
 
 @dataclass
 class HostRandom:
@@ -24,8 +22,8 @@ class HostRandom:
 
 
 @contextlib.contextmanager
-def undisturbed(model: torch.nn.Module) -> Iterator[HostRandom]:
-    """Leave modules and every random generator as they were; note host-side randomness."""
+def undisturbed() -> Iterator[HostRandom]:
+    """Leave every global random generator as it was; note host-side randomness."""
     numpy_random: Any = sys.modules.get("numpy.random")
     python_state = random.getstate()
     numpy_state = _numpy_state(numpy_random)
@@ -34,8 +32,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[HostRandom]:
     cuda_states = torch.cuda.get_rng_state_all() if on_cuda else []
     noted = HostRandom()
     try:
-        with unchanged(model.modules()):
-            yield noted
+        yield noted
     finally:
         noted.used = random.getstate() != python_state
         random.setstate(python_state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -35,7 +36,7 @@ ANYTHING = object()
 
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, None, an enum, a dtype or device, or made of such."""
-    parts = _leaves(value)
+    parts = leaves(value)
     return parts is not None and all(isinstance(p, _PLAIN) or is_array(p) for p in parts)
 
 
@@ -46,7 +47,7 @@ def is_kept(value: Any) -> bool:
     """
     if isinstance(value, _KNOWN) or is_called(value):
         return True
-    return (_is_container(value) or is_array(value)) and _leaves(value) is not None
+    return (_is_container(value) or is_array(value)) and leaves(value) is not None
 
 
 def is_function(value: Any) -> bool:
@@ -65,6 +66,16 @@ def is_computed_with(value: Any) -> bool:
     return isinstance(value, kinds) or is_called(value)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random generator of Python's or NumPy's that has a state."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    kind = type(value)
+    return kind.__module__.startswith("numpy.random") and kind.__name__.startswith(
+        ("Generator", "RandomState")
+    )
+
+
 def is_single(value: Any) -> bool:
     """Whether a value is a number, a text, None and the like, a tensor or an array."""
     return isinstance(value, (*_PLAIN, torch.Tensor)) or is_array(value)
@@ -77,7 +88,7 @@ def is_list_or_dict(value: Any) -> bool:
 
 def holds_fakes(value: Any) -> bool:
     """Whether tensors without values are in a value that can be kept."""
-    return any(isinstance(part, FakeTensor) for part in _leaves(value) or ())
+    return any(isinstance(part, FakeTensor) for part in leaves(value) or ())
 
 
 def _is_container(value: Any) -> bool:
@@ -93,7 +104,7 @@ def _parts(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
-def _leaves(value: Any) -> list[Any] | None:
+def leaves(value: Any) -> list[Any] | None:
     """What is in containers in containers; None if it is too much."""
     todo, found = [value], []
     while todo:

@@ -73,11 +73,13 @@ def host_watched(
         yield
 
 
-def draws_on_host(where: str) -> CaptureError:
-    """Error for a draw from a generator of Python's or NumPy's."""
+def draws_on_host(where: str, name: str = "") -> CaptureError:
+    """Error for a draw from a generator of Python's or NumPy's, which may have a name."""
+    generator = f" ({name})" if name else ""
     return CaptureError(
         f"Random decisions on the host would be frozen by capture: {where} draws from Python's or "
-        f"NumPy's generator. Draw with torch, or decide outside the step and pass it as an input."
+        f"NumPy's generator{generator}. Draw with torch, or decide outside the step and pass it as "
+        f"an input."
     )
 
 

@@ -67,6 +67,7 @@ class Recorder(TorchDispatchMode):
         self._drawn: list[Any] = []
         self._num_draws = 0
         self._seed = _new_seed()
+        self._num_sources = len(sources)
         for index, source in enumerate(sources):
             self._put(source, self._number(_Made("source", index)))
 
@@ -131,6 +132,14 @@ class Recorder(TorchDispatchMode):
             self._find_steady(is_kept)
         elif self.results != self._before.results:
             raise self._difference()
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of a finished run is none of its sources and changes between steps."""
+        number = self._of.get(id(tensor), 0)
+        is_source = number <= self._num_sources
+        return not is_source and not (
+            self._is_steady[number] and self._is_steady[self._state.get(memory(tensor), 0)]
+        )
 
     def _draw(self) -> int:
         """Number of a draw from torch's generator.
