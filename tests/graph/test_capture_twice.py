@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import secrets
 import time
@@ -138,7 +137,7 @@ def test_a_generator_that_the_step_makes_with_a_seed_is_a_constant() -> None:
     )
 
 
-COUNT = itertools.count()
+START = time.monotonic()
 
 
 class Counting:
@@ -156,7 +155,7 @@ class Counting:
 
 HOST: dict[str, Callable[[Any], Any]] = {
     "time": lambda h: h * (time.time() % 7),
-    "an hour": lambda h: h * 2 if time.monotonic() % 1e7 < 5e6 else h * 2 + time.monotonic(),
+    "an hour": lambda h: h * 2 if time.monotonic() - START < 1e6 else h,
     "perf_counter": lambda h: h + time.perf_counter(),
     "calls": Counting(),
 }

@@ -75,6 +75,11 @@ class Outside:
                         found.setdefault(id(value), f"{name}.{key}")
         return found
 
+    def names(self) -> dict[int, str]:
+        """As `tensors`, with those that are variables."""
+        held = {id(v.value): v.name for v in self.variables if isinstance(v.value, torch.Tensor)}
+        return held | self.tensors()
+
 
 def find_outside(model: torch.nn.Module, loss_fn: Any) -> Outside:
     """Follow the loss function, and the forward methods of the model's modules.
@@ -141,9 +146,6 @@ class _Walk:
         is_known = kind.__module__.partition(".")[0] in ("builtins", "itertools", "torch")
         if is_known and hasattr(kind, "__next__"):
             raise _draws_from_iterator(name, kind)
-        if is_generator(value):
-            self.found.generators.append((name, value))
-            return
         functions = {n: inspect.getattr_static(kind, n, None) for n in _CALLED_BY_PYTHON}
         functions = {n: f for n, f in functions.items() if isinstance(f, types.FunctionType)}
         for function in functions.values():
@@ -236,6 +238,9 @@ class _Walk:
         """The attributes and items named one after another, as far as they can be looked up."""
         at = Variable(name, holder, key, value)
         for index, part in enumerate(path):
+            if is_generator(at.value):
+                self.found.generators.append((at.name, at.value))
+                return
             if isinstance(part, Every):
                 self._every(at)
                 break

@@ -223,7 +223,7 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
     Raises:
         CaptureError: Such a tensor is read, and written in place or replaced.
     """
-    plain = {id(v.value): v.name for v in step.outside.variables} | step.plain_tensors
+    plain = step.plain_tensors
     read: set[str] = set()
     written: list[str] = []
     for node in gm.graph.nodes:
@@ -232,9 +232,8 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
         for each in written_by(node.target, node.args, node.kwargs):
             owner = _memory_owner(each)
             if owner.op == "get_attr":
-                written.append(
-                    plain.get(id(getattr(gm, owner.target)), "a tensor outside the model")
-                )
+                of = id(getattr(gm, owner.target))
+                written.append(step.names.get(of, "a tensor outside the model"))
     written += [name for name in step.replaced_attributes if name in read]
     outside = set(step.outside.tensors().values())
     if written and written[0] in outside:

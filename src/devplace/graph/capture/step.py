@@ -15,7 +15,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.assigned import data_written, refuse_other_buffers
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
 from devplace.graph.capture.guards.host import draws_on_host, host_watched
-from devplace.graph.capture.guards.state import Outliving, executed
+from devplace.graph.capture.guards.state import Executed, Outliving, followed
 from devplace.graph.capture.guards.twice import Recorder
 from devplace.graph.capture.loss import refuse_learned_weight, refuse_lost_gradients, split_loss
 from devplace.graph.capture.optimizers import Update
@@ -116,8 +116,8 @@ class Step:
         self.outside = find_outside(self.request.model, self.request.loss_fn)
         self._modules = dict(self.request.model.named_modules()) | self._outside_modules()
         self.reads = Reads(self._modules)
-        self._names_outside = self.outside.tensors()
-        self.plain_tensors = plain_tensors(self._modules) | self._names_outside
+        self.plain_tensors = plain_tensors(self._modules) | self.outside.tensors()
+        self.names = self.outside.names() | self.plain_tensors
         self._own = set(map(id, sources.parameters.values()))
         self.trained = [
             n
@@ -201,16 +201,18 @@ class Step:
         """Run as the next step would; what is wrong is told when nothing worse is found."""
         described = list(self.outputs), self.output_spec, self.output_leaves
         second = Recorder(self._flat(given), self._place, first)
-        drawn_from = outliving.drawn_from()
+        ran: Executed = {}
         outliving.note()
         try:
-            if drawn_from:
-                raise draws_on_host("the step", drawn_from)
-            with disable_proxy_modes_tracing(), executed() as ran:
+            with disable_proxy_modes_tracing(), followed(ran, outliving.meet):
                 self._recorded(second, given, slots)
             outliving.refuse_lost(ran, first.is_state)
         except Exception as error:
             self.difference = error
+        drawn_from = outliving.drawn_from()
+        if drawn_from:
+            self.difference = draws_on_host("the step", drawn_from)
+        self.names = outliving.tensors | self.names
         self.outputs, self.output_spec, self.output_leaves = described
         self.tagger.stage, self.tagger.micro_batch = "forward", -1
 
@@ -319,7 +321,7 @@ class Step:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        refuse_lost_gradients(loss, self._own, self._names_outside)
+        refuse_lost_gradients(loss, self._own, self.names)
         if weight is not None:
             refuse_learned_weight(weight, self._places_of_parameters())
         return loss, weight

@@ -19,7 +19,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.lookups import WRITERS, function_behind, is_users
 from devplace.graph.capture.outside import Outside
 from devplace.graph.capture.sources import CONTAINERS, restore
-from devplace.graph.capture.values import differs, is_plain, kept, leaves
+from devplace.graph.capture.values import differs, is_generator, is_plain, kept, leaves
 
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
 _STORES = {"STORE_SUBSCR", "DELETE_SUBSCR"}
@@ -60,12 +60,16 @@ class _Saved:
 class Outliving:
     """Attributes of modules and objects, lists and dicts that a step may write.
 
+    Attributes:
+        tensors: `id` -> name of tensors that functions name.
+
     Args:
         modules: Name -> module, of the model and beside it.
         outside: What the step's functions reach beside the model.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], outside: Outside) -> None:
+        self.tensors: dict[int, str] = {}
         self._outside = outside
         self._kinds = {type(module) for module in modules.values()}
         self._saved: list[_Saved] = []
@@ -78,7 +82,7 @@ class Outliving:
         for name, is_object, container in outside.containers:
             word = "" if is_object else name.partition("[")[0].rpartition(".")[2]
             self._save(name, word, None, container)
-        self._states = [(n, each, _state(each)) for n, each in outside.generators]
+        self._generators = {id(g): (name, g, _state(g)) for name, g in outside.generators}
         self._first: dict[Slot, Any] = {}
 
     def _save(self, name: str, word: str, kind: type | None, container: Any) -> None:
@@ -96,12 +100,20 @@ class Outliving:
                     cache.cache_clear()
             for saved in reversed(self._saved):
                 restore(saved.container, saved.old)
-            for _, generator, state in self._states:
+            for _, generator, state in self._generators.values():
                 _put_state(generator, state)
+
+    def meet(self, name: str, value: Any) -> None:
+        """Functions name a value: its state is kept if it is a generator, its name if a tensor."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), name)
+        elif id(value) not in self._generators and is_generator(value):
+            self._generators[id(value)] = name, value, _state(value)
 
     def drawn_from(self) -> str | None:
         """Name of a generator of NumPy's or Python's that has drawn; None if none has."""
-        changed = (n for n, each, state in self._states if repr(_state(each)) != repr(state))
+        known = self._generators.values()
+        changed = (n for n, each, state in known if repr(_state(each)) != repr(state))
         return next(changed, None)
 
     def note(self) -> None:
@@ -165,9 +177,14 @@ class Outliving:
 
 
 @contextlib.contextmanager
-def executed() -> Iterator[Executed]:
-    """What runs inside of the user's code."""
-    found: Executed = {}
+def followed(found: Executed, meet: Callable[[str, Any], None]) -> Iterator[None]:
+    """Follow the user's functions that run inside.
+
+    Args:
+        found: Gets their code, with the offsets of what runs of it.
+        meet: Gets what their names and arguments stand for, and the attributes of these, with
+            the names.
+    """
 
     def step(frame: types.FrameType, event: str, argument: Any) -> Any:
         if event == "opcode":
@@ -178,15 +195,27 @@ def executed() -> Iterator[Executed]:
         if not is_users(frame.f_code.co_filename):
             return None
         found.setdefault(frame.f_code, set())
+        _meet_all(frame, meet)
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
 
     before = sys.gettrace()
     sys.settrace(call)
     try:
-        yield found
+        yield
     finally:
         sys.settrace(before)
+
+
+def _meet_all(frame: types.FrameType, meet: Callable[[str, Any], None]) -> None:
+    names = frame.f_globals
+    held = {name: names[name] for name in frame.f_code.co_names if name in names}
+    for name, value in (held | frame.f_locals).items():
+        meet(name, value)
+        own = getattr(value, "__dict__", None)
+        if type(own) is dict and not isinstance(value, (type, types.ModuleType)):
+            for key, part in own.items():
+                meet(f"{name}.{key}", part)
 
 
 def _reader(word: str, codes: Executed) -> str:
