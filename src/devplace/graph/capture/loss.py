@@ -206,7 +206,7 @@ def _scalar(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_lost_gradients(
     loss: torch.Tensor, own: Collection[int], outside: Mapping[int, str]
-) -> None:
+) -> bool:
     """Refuse gradients that a step would not have: of tensors outside the model, or re-entrant.
 
     Args:
@@ -214,16 +214,20 @@ def refuse_lost_gradients(
         own: `id` of parameters of the model, which are other tensors during a trace.
         outside: `id` -> name of tensors outside the model, as far as there are names.
 
+    Returns:
+        Whether the backward pass runs functions written in Python.
+
     Raises:
         CaptureError: A trainable tensor outside the model, or re-entrant activation checkpointing,
             is on the way from the loss back.
     """
-    todo, seen = [loss.grad_fn], set()
+    todo, seen, runs_python = [loss.grad_fn], set(), False
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        runs_python |= isinstance(node, torch.autograd.function.BackwardCFunction)
         if node.name() == "CheckpointFunctionBackward":
             raise CaptureError(
                 "Activation checkpointing must not be re-entrant: a part of the model is run by "
@@ -234,6 +238,7 @@ def refuse_lost_gradients(
         if is_real and id(leaf) not in own:
             raise _trained_outside(leaf, outside.get(id(leaf)))
         todo += [after for after, _ in node.next_functions]
+    return runs_python
 
 
 def _trained_outside(leaf: torch.Tensor, name: str | None) -> CaptureError:

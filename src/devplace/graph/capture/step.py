@@ -28,6 +28,7 @@ from devplace.graph.graph import ResultRole
 from devplace.graph.program import BindingKind, Constant
 
 Tensors = list[torch.Tensor]
+Given = dict[str, dict[Any, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class Step:
     replaced_attributes: list[str] = field(default_factory=list)
     changed: list[tuple[Variable, Any]] = field(default_factory=list)
     difference: Exception | None = None
+    _recorder: Recorder | None = None
     changing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -148,64 +150,40 @@ class Step:
         self._describe(len(heads), len(changed), list(given["input"].values()))
         return [*heads, *changed, *given["input"].values()]
 
-    def _run_unchanged(
-        self, given: dict[str, dict[Any, torch.Tensor]]
-    ) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
+    def _run_unchanged(self, given: Given) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
         """Heads, gradients, and what the sources are then; modules and variables are put back.
 
-        The step runs twice, the second time as it would after the first.
+        Before it is traced the step is rehearsed: it runs twice, unseen by the trace.
         """
-        sources = given["parameter"] | given["buffer"]
         outliving = Outliving(self._modules, self.outside)
-        with self.tagger.module_hooks(), outliving.put_back(), data_written(sources):
-            slots = Slots(self.request.model, self.request.sources, self.outside.modules.values())
-            first = Recorder(self._flat(given), self._place)
-            with self.reads.followed():
-                heads, grads, now = self._recorded(first, given, slots)
-                present = plain_tensors(self._modules) | self.outside.tensors()
-            self._note_changes()
-            self._run_again(first, given, slots, outliving)
-            for variable, _ in self.changed:
-                variable.put(variable.value)
-        self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
+        slots = Slots(self.request.model, self.request.sources, self.outside.modules.values())
+        with self.tagger.module_hooks():
+            with disable_proxy_modes_tracing(), outliving.put_back():
+                self._rehearse(given, slots, outliving)
+            self._put_back_variables()
+            self.tagger.restart()
+            with data_written(given["parameter"] | given["buffer"]), outliving.put_back():
+                slots.put(_sources(given))
+                heads, grads = self._run(given)
+                now = slots.get()
+            self._put_back_variables()
         return heads, grads, now
 
-    def _flat(self, given: dict[str, dict[Any, torch.Tensor]]) -> Tensors:
-        return [tensor for each in given.values() for tensor in each.values()]
+    def _rehearse(self, given: Given, slots: Slots, outliving: Outliving) -> None:
+        """Run twice, the second time as the next step would.
 
-    def _place(self) -> str:
-        return describe_place(self.tagger.current_module, user_line())
-
-    def _recorded(
-        self, recorder: Recorder, given: dict[str, dict[Any, torch.Tensor]], slots: Slots
-    ) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
-        """Heads, gradients, and what the sources are after a run that is recorded."""
-        slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
-        with recorder, host_watched(recorder.drawn, self._place, recorder.is_second):
-            heads, grads = self._run(given)
-        now = slots.get()
-        there = set(map(id, now))
-        for name in self.trained:
-            there.discard(id(given["parameter"][name]))
-        steady = {k for k, tensor in enumerate(self._flat(given)) if id(tensor) in there}
-        recorder.finish([heads, list(grads.items()), now], steady)
-        return heads, grads, now
-
-    def _run_again(
-        self,
-        first: Recorder,
-        given: dict[str, dict[Any, torch.Tensor]],
-        slots: Slots,
-        outliving: Outliving,
-    ) -> None:
-        """Run as the next step would; what is wrong is told when nothing worse is found."""
-        described = list(self.outputs), self.output_spec, self.output_leaves
-        second = Recorder(self._flat(given), self._place, first)
+        What is wrong with the second is told when a trace has found nothing worse.
+        """
         ran: Executed = {}
+        with self.reads.followed(), followed(ran, outliving.meet):
+            first = self._recorded(given, slots)
+            present = plain_tensors(self._modules) | self.outside.tensors()
+        self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
+        self._note_changes()
         outliving.note()
         try:
-            with disable_proxy_modes_tracing(), followed(ran, outliving.meet):
-                self._recorded(second, given, slots)
+            with followed(ran, outliving.meet):
+                self._recorded(given, slots, first)
             outliving.refuse_lost(ran, first.is_state)
         except Exception as error:
             self.difference = error
@@ -213,8 +191,34 @@ class Step:
         if drawn_from:
             self.difference = draws_on_host("the step", drawn_from)
         self.names = outliving.tensors | self.names
-        self.outputs, self.output_spec, self.output_leaves = described
-        self.tagger.stage, self.tagger.micro_batch = "forward", -1
+        self._recorder = None
+        self.outputs, self.output_spec, self.output_leaves = [], None, ()
+
+    def _recorded(self, like: Given, slots: Slots, before: Recorder | None = None) -> Recorder:
+        """Run once on new tensors, and record that."""
+        given: Given = {
+            kind: {key: _new(tensor) for key, tensor in tensors.items()}
+            for kind, tensors in like.items()
+        }
+        flat = [tensor for each in given.values() for tensor in each.values()]
+        slots.put(_sources(given))
+        recorder = self._recorder = Recorder(flat, self._place, before)
+        watched = host_watched(recorder.drawn, self._place, before is not None)
+        with data_written(given["parameter"] | given["buffer"]), recorder, watched:
+            heads, grads = self._run(given)
+        now = slots.get()
+        there = set(map(id, now))
+        there -= {id(given["parameter"][name]) for name in self.trained}
+        steady = {k for k, tensor in enumerate(flat) if id(tensor) in there}
+        recorder.finish([heads, list(grads.items()), now], steady)
+        return recorder
+
+    def _place(self) -> str:
+        return describe_place(self.tagger.current_module, user_line())
+
+    def _put_back_variables(self) -> None:
+        for variable, _ in self.changed:
+            variable.put(variable.value)
 
     def _outside_modules(self) -> dict[str, torch.nn.Module]:
         return {f"{name}, outside the model": m for name, m in self.outside.modules.items()}
@@ -321,7 +325,9 @@ class Step:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        refuse_lost_gradients(loss, self._own, self.names)
+        runs_python = refuse_lost_gradients(loss, self._own, self.names)
+        if self._recorder is not None and runs_python:
+            self._recorder.needs_backward = True
         if weight is not None:
             refuse_learned_weight(weight, self._places_of_parameters())
         return loss, weight
@@ -405,7 +411,7 @@ class Step:
         grads: dict[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """Gradients of this micro-batch added to those of earlier ones."""
-        if not wanted:
+        if not wanted or (self._recorder is not None and not self._recorder.sees_backward()):
             return {}
         self.tagger.stage = "backward"
         new = torch.autograd.grad(roots, list(wanted.values()), seeds, allow_unused=True)
@@ -476,6 +482,15 @@ class Step:
             yield
         finally:
             tagger.owner, tagger.stage, tagger.micro_batch = before
+
+
+def _sources(given: Given) -> Tensors:
+    return [t for kind in ("parameter", "buffer", "constant") for t in given[kind].values()]
+
+
+def _new(like: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.requires_grad_(like.requires_grad)
 
 
 def _require_weight(weight: torch.Tensor | None) -> torch.Tensor:

@@ -107,6 +107,11 @@ class Tagger:
         self._progress = progress
         self._count = 0
 
+    def restart(self) -> None:
+        """Forget the calls so far: what comes is the run to be tagged."""
+        self.stage, self.micro_batch, self.owner = "forward", -1, None
+        self._stack, self._calls = [("", 0)], {}
+
     @contextlib.contextmanager
     def module_hooks(self) -> Iterator[None]:
         """Follow module calls through global hooks, so that no module is touched."""

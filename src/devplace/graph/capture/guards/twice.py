@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.results: tuple[Any, tuple[int, ...]] = ("", ())
+        self.needs_backward = False
         self._place, self._before = place, before
         self._numbers: dict[_Made, int] = before._numbers if before else {}
         self._places: dict[int, str] = {}  # of what the run before has not made
@@ -97,10 +98,12 @@ class Recorder(TorchDispatchMode):
                 self._put(tensor, self._number(_Made("output", index, (number,))))
         return made
 
-    @property
-    def is_second(self) -> bool:
-        """Whether this is the run after another."""
-        return self._before is not None
+    def sees_backward(self) -> bool:
+        """Whether the backward pass is to run, too: where functions of the user's are in it.
+
+        What else it does follows from the forward pass.
+        """
+        return self.needs_backward or any(t._backward_hooks for t in self._alive)
 
     def drawn(self, value: Any) -> Any:
         """A generator on the host gave a value, which must be that of the run before."""
