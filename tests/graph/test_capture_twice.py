@@ -228,6 +228,39 @@ def test_hooks_that_pile_up_are_refused() -> None:
     assert not net.layer._forward_hooks
 
 
+def test_what_python_does_in_the_backward_pass_counts() -> None:
+    """In a function with a gradient, a hook of a tensor, and a checkpointed part."""
+    calls = [0]
+
+    def counted() -> int:
+        calls[0] += 1
+        return calls[0]
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad * counted()
+
+    def hooked(h: Any) -> Any:
+        h.register_hook(lambda grad: grad * counted())
+        return h.tanh()
+
+    def twice(h: Any) -> Any:
+        return h * counted() if torch._C._current_autograd_node() else h * 2
+
+    changes = (Own.apply, hooked, lambda h: checkpoint(twice, h, use_reentrant=False))
+    for change in changes[:2]:
+        found = refusal(change)
+        assert "two calls" in found or "values that it changes" in found
+        assert calls == [0]
+    net = Net(changes[2])
+    assert capture(net, batch(), loss_fn, sgd(list(net.parameters())))
+
+
 def test_clocks_and_generators_are_left_as_they_were() -> None:
     """Whether the capture succeeds or not."""
     before = time.time, random.random, random.Random.random, np.random.rand

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import os
 import random
 import sys
 import types
@@ -23,10 +24,12 @@ from devplace.graph.capture.values import differs, is_generator, is_plain, kept,
 
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
 _STORES = {"STORE_SUBSCR", "DELETE_SUBSCR"}
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODULE_OWN = frozenset(dir(torch.nn.Module)) | frozenset(vars(torch.nn.Module()))
 
 Executed = dict[types.CodeType, set[int]]
 Slot = tuple[int, Any]
+Meet = Callable[[str, Any, bool], None]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class _Saved:
         name: Of the container, or of the object.
         word: By which functions read the container; empty for attributes, which have their own.
         kind: Class of the object, if that is known.
+        outlives: Whether it is known to be there after the step.
     """
 
     name: str
@@ -44,6 +48,7 @@ class _Saved:
     kind: type | None
     container: Any
     old: Any
+    outlives: bool
 
     def changes(self) -> dict[Any, Any]:
         """Entries that are other ones now, by key or place."""
@@ -71,22 +76,27 @@ class Outliving:
     def __init__(self, modules: Mapping[str, torch.nn.Module], outside: Outside) -> None:
         self.tensors: dict[int, str] = {}
         self._outside = outside
-        self._kinds = {type(module) for module in modules.values()}
         self._saved: list[_Saved] = []
+        self._met: dict[int, Any] = {}
         for name, module in modules.items():
             held = vars(module)
             self._save(name or "the model", "", type(module), held)
             for key, value in held.items():
-                if type(value) in CONTAINERS:
+                if type(value) in CONTAINERS and id(value) not in self._met:
                     self._save(f"{name}.{key}" if name else key, key, type(module), value)
         for name, is_object, container in outside.containers:
+            if id(container) in self._met:
+                continue
             word = "" if is_object else name.partition("[")[0].rpartition(".")[2]
             self._save(name, word, None, container)
         self._generators = {id(g): (name, g, _state(g)) for name, g in outside.generators}
         self._first: dict[Slot, Any] = {}
 
-    def _save(self, name: str, word: str, kind: type | None, container: Any) -> None:
-        self._saved.append(_Saved(name, word, kind, container, container.copy()))
+    def _save(
+        self, name: str, word: str, kind: type | None, container: Any, outlives: bool = True
+    ) -> None:
+        self._met[id(container)] = container
+        self._saved.append(_Saved(name, word, kind, container, container.copy(), outlives))
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
@@ -103,12 +113,17 @@ class Outliving:
             for _, generator, state in self._generators.values():
                 _put_state(generator, state)
 
-    def meet(self, name: str, value: Any) -> None:
-        """Functions name a value: its state is kept if it is a generator, its name if a tensor."""
+    def meet(self, name: str, value: Any, outlives: bool) -> None:
+        """Functions name a value, and may write to it, draw from it or compute with it."""
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), name)
-        elif id(value) not in self._generators and is_generator(value):
+        elif id(value) in self._met:
+            return
+        elif is_generator(value):
             self._generators[id(value)] = name, value, _state(value)
+        elif type(value) in CONTAINERS:
+            self._save(name, name.rpartition(".")[2], None, value, outlives)
+        self._met[id(value)] = value
 
     def drawn_from(self) -> str | None:
         """Name of a generator of NumPy's or Python's that has drawn; None if none has."""
@@ -125,7 +140,9 @@ class Outliving:
             (k, key): value
             for k, saved in enumerate(self._saved)
             for key, value in saved.changes().items()
-            if saved.word not in _MODULE_OWN and (saved.word or key not in _MODULE_OWN)
+            if saved.outlives
+            and saved.word not in _MODULE_OWN
+            and (saved.word or key not in _MODULE_OWN)
         }
 
     def refuse_lost(self, executed: Executed, is_state: Callable[[torch.Tensor], bool]) -> None:
@@ -177,13 +194,13 @@ class Outliving:
 
 
 @contextlib.contextmanager
-def followed(found: Executed, meet: Callable[[str, Any], None]) -> Iterator[None]:
+def followed(found: Executed, meet: Meet) -> Iterator[None]:
     """Follow the user's functions that run inside.
 
     Args:
         found: Gets their code, with the offsets of what runs of it.
         meet: Gets what their names and arguments stand for, and the attributes of these, with
-            the names.
+            the name and whether it was there before.
     """
 
     def step(frame: types.FrameType, event: str, argument: Any) -> Any:
@@ -207,15 +224,32 @@ def followed(found: Executed, meet: Callable[[str, Any], None]) -> Iterator[None
         sys.settrace(before)
 
 
-def _meet_all(frame: types.FrameType, meet: Callable[[str, Any], None]) -> None:
-    names = frame.f_globals
-    held = {name: names[name] for name in frame.f_code.co_names if name in names}
-    for name, value in (held | frame.f_locals).items():
-        meet(name, value)
-        own = getattr(value, "__dict__", None)
-        if type(own) is dict and not isinstance(value, (type, types.ModuleType)):
-            for key, part in own.items():
-                meet(f"{name}.{key}", part)
+def _meet_all(frame: types.FrameType, meet: Meet) -> None:
+    code, names = frame.f_code, frame.f_globals
+    for name in code.co_names:
+        if name in names:
+            _meet_parts(name, names[name], True, meet)
+    enclosed = () if _is_inner(frame) else code.co_freevars
+    for name, value in frame.f_locals.items():
+        _meet_parts(name, value, name in enclosed, meet)
+
+
+def _meet_parts(name: str, value: Any, outlives: bool, meet: Meet) -> None:
+    meet(name, value, outlives)
+    own = getattr(value, "__dict__", None)
+    if type(own) is dict and not isinstance(value, (type, types.ModuleType)):
+        for key, part in own.items():
+            meet(f"{name}.{key}", part, outlives)
+
+
+def _is_inner(frame: types.FrameType) -> bool:
+    """Whether a function was made by one that is running: its variables are those of this run."""
+    above = frame.f_back
+    while above is not None and not above.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code in above.f_code.co_consts:
+            return True
+        above = above.f_back
+    return False
 
 
 def _reader(word: str, codes: Executed) -> str:

@@ -16,6 +16,7 @@ from devplace.graph.capture.sources import memory
 from devplace.graph.capture.tags import in_checkpoint
 
 _DEVICE = torch.ops.prim.device.default
+_hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _MOST_NUMBERS = 10_000  # of a tensor from outside that is compared by value
 _PLAIN = (int, float, bool, str, complex, type(None))
@@ -81,6 +82,8 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is not None and node.name() == _ACCUMULATES:
             raise _adds_to_gradients(self._place())
+        if not self.needs_backward and _hooks_on_saved(False):  # checkpointed: runs once more
+            self.needs_backward = True
         reads: list[int] = []
         given = self._sign((args, kwargs), reads)
         if draws(func, args, kwargs):
