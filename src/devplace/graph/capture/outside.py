@@ -25,11 +25,9 @@ from devplace.graph.capture.lookups import (
 )
 from devplace.graph.capture.names import Every, Item, Part, Perhaps, named
 from devplace.graph.capture.reads import Variable, enclosed
-from devplace.graph.capture.sources import CONTAINERS
 from devplace.graph.capture.values import (
     NOTHING,
     is_function,
-    is_generator,
     is_kept,
     is_plain,
     kept,
@@ -52,18 +50,11 @@ class Outside:
         modules: Name -> module.
         variables: Values: plain ones, and tensors, modules and functions by which they compute.
         caches: Functions under `functools.lru_cache`.
-        containers: Lists, dicts and the dicts of objects that functions may write to, each with
-            the name of it or its object, and whether it is that of an object.
-        generators: Random generators of Python's and NumPy's, with their names.
-        kinds: Classes of objects.
     """
 
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
-    containers: list[tuple[str, bool, Any]] = field(default_factory=list)
-    generators: list[tuple[str, Any]] = field(default_factory=list)
-    kinds: set[type] = field(default_factory=set)
 
     def tensors(self) -> dict[int, str]:
         """Tensors that the modules hold: `id` -> dotted name."""
@@ -130,7 +121,6 @@ class _Walk:
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif type(value) in (tuple, list, dict) and len(value) <= _MOST_PARTS:
-            self._write(name, value)
             for part in value.values() if isinstance(value, dict) else value:
                 self.visit(name, part)
         elif not is_package(value):
@@ -238,9 +228,6 @@ class _Walk:
         """The attributes and items named one after another, as far as they can be looked up."""
         at = Variable(name, holder, key, value)
         for index, part in enumerate(path):
-            if is_generator(at.value):
-                self.found.generators.append((at.name, at.value))
-                return
             if isinstance(part, Every):
                 self._every(at)
                 break
@@ -267,7 +254,6 @@ class _Walk:
         if type(names) is not dict or is_left or ("every", id(value)) in self._seen:
             return
         self._seen.add(("every", id(value)))
-        self._write(at.name, names, True)
         for key, found in names.items():
             part = Variable(f"{at.name}.{key}", names, key, kept(found), above=at)
             if is_kept(found):
@@ -276,7 +262,6 @@ class _Walk:
                 self._every(part)
 
     def _item(self, at: Variable, part: Item) -> Variable:
-        self._write(at.name, at.value)
         found = looked_up(at.value, part)
         return Variable(f"{at.name}[{part.key!r}]", at.value, part.key, found, above=at)
 
@@ -287,23 +272,13 @@ class _Walk:
             return None
         name, names = f"{at.name}.{key}", getattr(value, "__dict__", None)
         if type(names) is dict:
-            if not isinstance(value, types.ModuleType | torch.nn.Module):
-                self._write(at.name, names, True)
-                self.found.kinds.add(type(value))
             is_missing = isinstance(part, Perhaps) and attribute_of(value, key) is NOTHING
             if is_missing or key in names:
                 return Variable(name, names, key, names.get(key, NOTHING), above=at)
         found = self._computed(at.name, value, key)
         if found is NOTHING:
-            self._write(at.name, value)
             return None
         return Variable(name, value, key, found, True, above=at)
-
-    def _write(self, name: str, container: Any, is_object: bool = False) -> None:
-        """Functions may write there."""
-        is_known = any(container is each for _, _, each in self.found.containers)
-        if type(container) in CONTAINERS and not is_known:
-            self.found.containers.append((name, is_object, container))
 
     def _is_left(self, name: str, value: Any, part: str) -> bool:
         """Whether an attribute is one that `Reads` sees."""

@@ -182,8 +182,7 @@ class Step:
         self._note_changes()
         outliving.note()
         try:
-            with followed(ran, outliving.meet):
-                self._recorded(given, slots, first)
+            self._recorded(given, slots, first)
             outliving.refuse_lost(ran, first.is_state)
         except Exception as error:
             self.difference = error

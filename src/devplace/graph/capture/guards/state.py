@@ -23,6 +23,7 @@ from devplace.graph.capture.sources import CONTAINERS, restore
 from devplace.graph.capture.values import differs, is_generator, is_plain, kept, leaves
 
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
+_NO_OBJECTS = (torch.nn.Module, type, types.ModuleType, types.FunctionType)
 _STORES = {"STORE_SUBSCR", "DELETE_SUBSCR"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODULE_OWN = frozenset(dir(torch.nn.Module)) | frozenset(vars(torch.nn.Module()))
@@ -84,12 +85,7 @@ class Outliving:
             for key, value in held.items():
                 if type(value) in CONTAINERS and id(value) not in self._met:
                     self._save(f"{name}.{key}" if name else key, key, type(module), value)
-        for name, is_object, container in outside.containers:
-            if id(container) in self._met:
-                continue
-            word = "" if is_object else name.partition("[")[0].rpartition(".")[2]
-            self._save(name, word, None, container)
-        self._generators = {id(g): (name, g, _state(g)) for name, g in outside.generators}
+        self._generators: dict[int, tuple[str, Any, Any]] = {}
         self._first: dict[Slot, Any] = {}
 
     def _save(
@@ -123,6 +119,8 @@ class Outliving:
             self._generators[id(value)] = name, value, _state(value)
         elif type(value) in CONTAINERS:
             self._save(name, name.rpartition(".")[2], None, value, outlives)
+        elif _is_users_object(value):
+            self._save(name, "", type(value), vars(value), outlives)
         self._met[id(value)] = value
 
     def drawn_from(self) -> str | None:
@@ -177,14 +175,14 @@ class Outliving:
 
     def _codes(self, kind: type | None, executed: Executed) -> Executed:
         """Code that may read attributes of a class: its methods, and functions of no class."""
-        kinds = (kind,) if kind is not None else tuple(self._outside.kinds)
-        names = {base.__name__ for each in kinds for base in each.__mro__}
+        bases = kind.__mro__ if kind is not None else ()
+        names = {base.__name__ for base in bases}
         found: Executed = {}
         for code, offsets in executed.items():
             owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
             if kind is None or owner in names or owner in ("", "<locals>"):
                 found[code] = offsets
-        for base in {base for each in kinds for base in each.__mro__}:
+        for base in bases:
             for each in vars(base).values():
                 function = function_behind(each)
                 code = getattr(function, "__code__", None)
@@ -267,6 +265,15 @@ def _reader(word: str, codes: Executed) -> str:
             if not is_kind_asked and not is_written:
                 return f"{code.co_filename.rpartition('/')[2]}:{line}"
     return ""
+
+
+def _is_users_object(value: Any) -> bool:
+    """Whether a value has attributes that functions may write: no module, class or function."""
+    kind = type(value)
+    if type(getattr(value, "__dict__", None)) is not dict or isinstance(value, _NO_OBJECTS):
+        return False
+    home = sys.modules.get(kind.__module__)
+    return kind is types.SimpleNamespace or is_users(getattr(home, "__file__", None) or "<>")
 
 
 def _state(generator: Any) -> Any:
