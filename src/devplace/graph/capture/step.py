@@ -188,7 +188,7 @@ class Step:
             self.difference = error
         drawn_from = outliving.drawn_from()
         if drawn_from:
-            self.difference = draws_on_host("the step", drawn_from)
+            raise draws_on_host("the step", drawn_from)
         self.names = outliving.tensors | self.names
         self._recorder = None
         self.outputs, self.output_spec, self.output_leaves = [], None, ()

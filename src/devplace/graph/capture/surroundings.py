@@ -4,51 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 
-@dataclass
-class HostRandom:
-    """Whether Python's or NumPy's global generator was used."""
-
-    used: bool = False
-
-
 @contextlib.contextmanager
-def undisturbed() -> Iterator[HostRandom]:
-    """Leave every global random generator as it was; note host-side randomness."""
-    numpy_random: Any = sys.modules.get("numpy.random")
-    python_state = random.getstate()
-    numpy_state = _numpy_state(numpy_random)
-    torch_state = torch.get_rng_state()
+def undisturbed() -> Iterator[None]:
+    """Leave torch's random generators as they were."""
+    state = torch.get_rng_state()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda_states = torch.cuda.get_rng_state_all() if on_cuda else []
-    noted = HostRandom()
     try:
-        yield noted
+        yield
     finally:
-        noted.used = random.getstate() != python_state
-        random.setstate(python_state)
-        if numpy_random:
-            noted.used = noted.used or _numpy_state(numpy_random) != numpy_state
-            numpy_random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+        torch.set_rng_state(state)
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)
-
-
-def _numpy_state(numpy_random: Any) -> Any:
-    if numpy_random is None:
-        return None
-    kind, keys, *rest = numpy_random.get_state()
-    return (kind, tuple(keys.tolist()), *rest)
 
 
 @contextlib.contextmanager

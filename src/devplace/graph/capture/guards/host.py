@@ -73,6 +73,14 @@ def host_watched(
         yield
 
 
+def global_generators() -> list[tuple[str, Any]]:
+    """Generators that the functions of Python's and NumPy's modules draw from, by name."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    own: Any = random.random
+    found = [("random", own.__self__)]
+    return found + ([("numpy.random", numpy_random.mtrand._rand)] if numpy_random else [])
+
+
 def draws_on_host(where: str, name: str = "") -> CaptureError:
     """Error for a draw from a generator of Python's or NumPy's, which may have a name."""
     generator = f" ({name})" if name else ""

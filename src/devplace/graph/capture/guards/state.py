@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.guards.host import global_generators
 from devplace.graph.capture.lookups import WRITERS, function_behind, is_users
 from devplace.graph.capture.outside import Outside
 from devplace.graph.capture.sources import CONTAINERS, restore
@@ -86,6 +87,8 @@ class Outliving:
                 if type(value) in CONTAINERS and id(value) not in self._met:
                     self._save(f"{name}.{key}" if name else key, key, type(module), value)
         self._generators: dict[int, tuple[str, Any, Any]] = {}
+        for name, generator in global_generators():
+            self.meet(name, generator, True)
         self._first: dict[Slot, Any] = {}
 
     def _save(
@@ -184,10 +187,9 @@ class Outliving:
                 found[code] = offsets
         for base in bases:
             for each in vars(base).values():
-                function = function_behind(each)
-                code = getattr(function, "__code__", None)
-                if code is not None and is_users(code.co_filename):
-                    found.setdefault(code, set())
+                behind = getattr(function_behind(each), "__code__", None)
+                if behind is not None and is_users(behind.co_filename):
+                    found.setdefault(behind, set())
         return found
 
 

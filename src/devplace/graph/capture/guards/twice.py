@@ -36,7 +36,7 @@ class _Made(NamedTuple):
     reads: tuple[int, ...] = ()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Numbers the values of a run of the step; the run after it must give the same numbers.
 
     A value from the run before may be read if it is steady, that is, depends on nothing that
