@@ -255,12 +255,9 @@ def test_a_step_refuses_weights_that_another_step_has_trained() -> None:
     one.load()
     one(*first)
     one.sync()
-    for name, loss, data in (
-        ("critic", critic, first),
-        ("made", generator, second),
-        ("critic", critic, first),
-    ):
-        train_eager(twin, sgd(list(twin[name].parameters())), [data], loss)
+    others = [sgd(list(twin[n].parameters())) for n in ("critic", "made")]
+    for k, loss, data in ((0, critic, first), (1, generator, second), (0, critic, first)):
+        train_eager(twin, others[k], [data], loss)
     assert largest_difference(model, twin) < 1e-12
 
 
