@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import draws, written_by
+from devplace.graph.capture.draws import Draws
 from devplace.graph.capture.sources import memory
-from devplace.graph.capture.tags import in_checkpoint
 
 _DEVICE = torch.ops.prim.device.default
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -68,7 +67,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._state: dict[int, int] = {}  # memory -> number of all writes to it
         self._drawn: list[Any] = []
         self._num_draws = 0
-        self._seed = _new_seed()
+        self._draws = Draws()
+        self._draws.start()
         self._num_sources = len(sources)
         for index, source in enumerate(sources):
             self._put(source, self._number(_Made("source", index)))
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         reads: list[int] = []
         given = self._sign((args, kwargs), reads)
         if draws(func, args, kwargs):
-            reads.append(self._draw())
+            reads.append(self._draw(node is not None))
         made = func(*args, **kwargs)
         number = self._number(_Made(func, given, tuple(reads)))
         written = written_by(func, args, kwargs)
@@ -126,7 +126,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         Raises:
             CaptureError: The run before gave something else.
         """
-        self._check_seed("the step")
+        with _disable_current_modes():  # it compares real tensors
+            is_seeded = self._draws.is_seeded
+        if is_seeded:
+            raise _seeds("the step")
         reads: list[int] = []
         self.results = (
             self._sign((self._num_draws, len(self._drawn), *results), reads),
@@ -147,25 +150,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._is_steady[number] and self._is_steady[self._state.get(memory(tensor), 0)]
         )
 
-    def _draw(self) -> int:
-        """Number of a draw from torch's generator.
-
-        Each draw must find the generator as the one before left it: a seed or a fork in the step
-        changes that. Ops on tensors without values draw nothing, so each gives it a new seed.
-        """
-        if not in_checkpoint():
-            self._check_seed(self._place())
-            self._seed = _new_seed()
-        self._num_draws += 1
-        return self._number(_Made("draw", self._num_draws))
-
-    def _check_seed(self, where: str) -> None:
-        if torch.default_generator.initial_seed() != self._seed:
-            raise CaptureError(
-                f"The step must not seed torch's generator, nor set or restore its state: what "
-                f"manual_seed, set_rng_state or fork_rng do to random numbers would be lost at "
-                f"{where}. Seed outside the step, or draw there and pass the numbers as an input."
-            )
+    def _draw(self, in_backward: bool) -> int:
+        """Number of a draw from torch's generator."""
+        where = self._place()
+        position = self._draws.take(where)
+        if position < self._num_draws and not in_backward:  # there it is a checkpoint's
+            raise _seeds(where)
+        self._num_draws = max(self._num_draws, position + 1)
+        return self._number(_Made("draw", position))
 
     def _number(self, made: _Made) -> int:
         number = self._numbers.get(made)
@@ -269,10 +261,12 @@ def _adds_to_gradients(where: str) -> CaptureError:
     )
 
 
-def _new_seed() -> int:
-    seed = int.from_bytes(os.urandom(7), "little")
-    torch.default_generator.manual_seed(seed)
-    return seed
+def _seeds(where: str) -> CaptureError:
+    return CaptureError(
+        f"The step must not seed torch's generator, nor put an old state of it back: what "
+        f"manual_seed, set_rng_state or fork_rng do to random numbers would be lost at {where}. "
+        f"Seed outside the step, or draw there and pass the numbers as an input."
+    )
 
 
 def _identity(tensor: torch.Tensor) -> Any:
