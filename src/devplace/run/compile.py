@@ -144,7 +144,9 @@ class Step:
             self._steps_since_capture = self._state.steps_since_capture(self._steps_since_capture)
             for op, value in values.items():
                 self.executor.put(op, value)
-            self._shared = SharedValues(self._graph.program, self._state.model)
+            self._shared = SharedValues(
+                self._graph.program, self._state.model, self._graph.replaced
+            )
             self._is_synced = True
             self._lost_by = ""
 
@@ -218,6 +220,7 @@ class Step:
             raise
         self._steps_since_capture = number
         self._is_synced = self._is_synced and not self._changes_state
+        self._shared.go_ahead()
         if self._optimizer is not None:
             self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:
@@ -226,6 +229,7 @@ class Step:
 
     def close(self) -> None:
         """End the device threads. The step cannot be called any more."""
+        self._shared.let_go()
         self.executor.close()
 
     def __enter__(self) -> Step:

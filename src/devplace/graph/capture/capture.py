@@ -23,6 +23,7 @@ from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.cross_entropy import direct_cross_entropy
 from devplace.graph.capture.cutting import BatchDims, named_dims
 from devplace.graph.capture.functionalize import make_functional
+from devplace.graph.capture.guards.twice import DifferentError
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.padding import pad_products
@@ -37,15 +38,14 @@ from devplace.graph.capture.refuse import (
     refuse_written_inputs,
     unwrap,
 )
-from devplace.graph.capture.same import is_same_step, reads_array
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Input, Request, Step
-from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
+from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
-from devplace.graph.capture.values import is_array, shown
+from devplace.graph.capture.values import shown
 from devplace.graph.fusion import fuse as fuse_graph
 from devplace.graph.graph import OpGraph
 from devplace.graph.program import RANDOM_KEYS
@@ -162,51 +162,35 @@ def capture(
 
 
 def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx.GraphModule]:
-    """Trace the step, and see that nothing on the host decided what it computes."""
-    model = request.model
-    tagger = Tagger(model, progress)
+    """Rehearse the step and trace it."""
+    tagger = Tagger(request.model, progress)
     step = Step(request, tagger)
-    with torch.inference_mode(False), undisturbed(model) as host_random:
+    with torch.inference_mode(False), undisturbed():
         flat = _fakes(step)
         gm = _trace(step, flat, tagger)
-    if host_random.used:
-        again = Tagger(model)
-        refuse_host_random(lambda: Step(request, again)(*flat), again, model)
-    if host_random.seeded:
-        raise CaptureError(
-            "The step must not seed torch's generator: torch.manual_seed in forward would be lost. "
-            "Seed outside the step."
-        )
-    if step.host_state:
-        _refuse_host_state(step, gm)
-        drop_last_results(gm.graph, len(step.left))
     return step, gm
 
 
-def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
+def _refuse_difference(step: Step) -> None:
     """Refuse a step that would be another one after it has run: it keeps the values it read.
 
     Raises:
         CaptureError: Names the first of the values that running the step changes.
     """
-    model = step.request.model
-    again = Step(step.request, Tagger(model))
-    left = [stand_in for _, stand_in in step.left]
-    with torch.inference_mode(False), undisturbed(model), step.with_host_state():
-        try:
-            after = _trace(again, _fakes(again), again.tagger)
-        except CaptureError:
-            after = None
-    written = [each.present() for each, _ in step.host_state if is_array(each.value)]
-    is_same = after is not None and is_same_step(gm, after, left, step.steady_inputs(gm))
-    if not is_same or any(reads_array(gm, array) for array in written):
-        (variable, now), *_ = step.host_state
-        raise CaptureError(
-            f"What a step computes must not depend on values that it changes: {variable.name} goes "
-            f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "
-            f"the first. Keep it in a buffer (register_buffer) that is there from the start, or "
-            f"pass it as an input tensor."
-        )
+    difference = step.difference
+    if difference is None:
+        return
+    is_named = isinstance(difference, CaptureError) and not isinstance(difference, DifferentError)
+    if is_named or not step.changed:
+        raise explain(difference, step.tagger)
+    (variable, now), *_ = step.changed
+    where = f" ({difference.where})" if isinstance(difference, DifferentError) else ""
+    raise CaptureError(
+        f"What a step computes must not depend on values that it changes: {variable.name} goes "
+        f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "
+        f"the first{where}. Keep it in a buffer (register_buffer) that is there from the start, or "
+        f"pass it as an input tensor."
+    )
 
 
 def _request(
@@ -357,6 +341,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     if step.request.fuse:
         _make_fusible(gm.graph, step)
     refuse_replaced_variables(gm, step)
+    _refuse_difference(step)
     return gm
 
 

@@ -20,9 +20,10 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.graph.capture.refuse import describe_place, own_generator
+from devplace.graph.capture.refuse import own_generator
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Input, Output, Request, Step, source_name
+from devplace.graph.capture.tags import describe_place
 from devplace.graph.capture.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program

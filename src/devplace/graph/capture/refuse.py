@@ -12,10 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.analysis import mutates, results, view_bases
+from devplace.graph.capture.analysis import mutates, results, view_bases, written_by
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
-from devplace.graph.capture.tags import Tagger, is_user_file
+from devplace.graph.capture.tags import Tagger, describe_place, is_user_file
 
 _WRAPPERS = {
     "DataParallel": "Pass the module inside it (model.module).",
@@ -163,14 +163,6 @@ def _op_name(text: str) -> str:
     return f"{match.group(1)}::{match.group(2)}" if match else "an operator"
 
 
-def describe_place(module: str | None, line: str) -> str:
-    """Text that names a module and source line, as far as they are known."""
-    if module is None:
-        return line or "an unknown place"
-    shown = f"module {module!r}" if module else "the model"
-    return f"{shown} ({line})" if line else shown
-
-
 def locate(
     traceback: TracebackType | None, tagger: Tagger
 ) -> tuple[str | None, str, torch.nn.Module | None]:
@@ -237,12 +229,11 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             read.add(plain.get(id(getattr(gm, node.target)), ""))
-        elif mutates(node):
-            owner = _memory_owner(node)
+        for each in written_by(node.target, node.args, node.kwargs):
+            owner = _memory_owner(each)
             if owner.op == "get_attr":
-                written.append(
-                    plain.get(id(getattr(gm, owner.target)), "a tensor outside the model")
-                )
+                of = id(getattr(gm, owner.target))
+                written.append(step.names.get(of, "a tensor outside the model"))
     written += [name for name in step.replaced_attributes if name in read]
     outside = set(step.outside.tensors().values())
     if written and written[0] in outside:
@@ -253,7 +244,7 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
     if written:
         raise CaptureError(
             f"State must be kept in buffers: {written[0]!r} is no buffer, but is read and "
-            f"changed by the step. Use register_buffer."
+            f"changed by the step. Use register_buffer, and write into that."
         )
 
 
@@ -303,7 +294,7 @@ def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
 
 
 def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:
-    """The node whose memory a write of `node` reaches; fresh constants own theirs."""
+    """The node that owns the memory of another; fresh constants own theirs."""
     while "lift_fresh" not in str(node.target):
         bases = node.args[:1] if mutates(node) else view_bases(node)
         if not bases or not isinstance(bases[0], torch.fx.Node):

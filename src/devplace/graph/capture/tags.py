@@ -20,6 +20,7 @@ from devplace.graph.graph import Stage
 UNKNOWN = "?"
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LOSSES = os.path.join(_PACKAGE, "chunk_loss.py")  # lies between the user's code and torch
+_GUARDS = os.path.join(_PACKAGE, "guards") + os.sep  # between a step's functions and its ops
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SKIP, _STOP, _USER = 0, 1, 2
@@ -38,10 +39,8 @@ class Tag(NamedTuple):
 
 @cache
 def _frame_kind(filename: str) -> int:
-    if filename == _LOSSES:
-        return _SKIP
     if filename.startswith(_PACKAGE):
-        return _STOP
+        return _SKIP if filename.startswith((_GUARDS, _LOSSES)) else _STOP
     in_stdlib = filename.startswith(_STDLIB) and "-packages" not in filename
     return _SKIP if filename.startswith(("<", _TORCH)) or in_stdlib else _USER
 
@@ -67,6 +66,14 @@ def user_line() -> str:
         own = own and kind == _STOP
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def describe_place(module: str | None, line: str) -> str:
+    """Text that names a module and source line, as far as they are known."""
+    if module is None:
+        return line or "an unknown place"
+    shown = f"module {module!r}" if module else "the model"
+    return f"{shown} ({line})" if line else shown
 
 
 def in_checkpoint() -> bool:
@@ -100,6 +107,11 @@ class Tagger:
         self._by_sequence: dict[int, Tag] = {}
         self._progress = progress
         self._count = 0
+
+    def restart(self) -> None:
+        """Forget the calls so far: what comes is the run to be tagged."""
+        self.stage, self.micro_batch, self.owner = "forward", -1, None
+        self._stack, self._calls = [("", 0)], {}
 
     @contextlib.contextmanager
     def module_hooks(self) -> Iterator[None]:
