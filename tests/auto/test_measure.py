@@ -12,7 +12,7 @@ import torch
 from devplace.auto.measure import Measurer, Trial, measure
 from devplace.auto.sources import Source, step_sources
 from devplace.auto.timing import time_plan, time_steps
-from devplace.auto.wire import pack, unpack
+from devplace.cost.wire import pack, unpack
 from devplace.errors import InputError
 from devplace.graph.capture import capture
 from devplace.run.schedule import make_schedule

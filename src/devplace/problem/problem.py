@@ -164,8 +164,8 @@ class Problem:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was softened or is worth knowing about the demands."""
-        return (*self._demands[1], *self._vain_limits())
+        """What was softened or is worth knowing about the demands, and about the costs."""
+        return (*self._demands[1], *self._vain_limits(), *self.costs.notes)
 
     def _vain_limits(self) -> Iterator[str]:
         """Limits above what a device has, which lower nothing."""
