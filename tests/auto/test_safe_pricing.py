@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cost import hostile_ops as hostile
-from tests.cost.test_remote import messages, recommender
 from torch import nn
 
 import devplace as dp
+from tests.cost import hostile_ops as hostile
+from tests.cost.test_remote import messages, recommender
 
 
 @pytest.fixture(autouse=True)

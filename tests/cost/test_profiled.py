@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.cost.timers import fake_times
 
 from devplace import workloads
 from devplace.cost.analytic import Analytic
@@ -20,7 +21,6 @@ from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.kernels.prepare import Prepared
 from devplace.machine import Machine, detect, presets
-from tests.cost.timers import fake_times
 
 NAMES = ["rnnlm", "nmt-2", "gnmt-4", "bert-base", "gpt-2", "llama", "vit-b-16", "moe", "resnet-50"]
 NAMES += ["inception-v3"]

@@ -155,7 +155,9 @@ class Recommender(nn.Module):
         self.dense, self.top = nn.Linear(4, 8), nn.Linear(3, 1)
 
     def forward(self, x: Any, ids: Any, offsets: Any, clicks: Any) -> Any:
-        found = [bag(*each) for bag, each in zip(self.bags, zip(ids, offsets), strict=True)]
+        found = [
+            bag(*each) for bag, each in zip(self.bags, zip(ids, offsets, strict=True), strict=True)
+        ]
         parts = torch.stack([self.dense(x), *found], 1)
         pairs = parts @ parts.transpose(1, 2)
         score = self.top(pairs[:, [0, 0, 1], [1, 2, 2]])

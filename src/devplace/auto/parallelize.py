@@ -12,7 +12,6 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.candidates import Candidate
-from devplace.cost.child import is_out_of_memory
 from devplace.auto.choose import Choice, choose, search
 from devplace.auto.clock import Clock
 from devplace.auto.compiled import compiled_step_ns
@@ -21,6 +20,7 @@ from devplace.auto.here import fuses as step_is_fused
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
+from devplace.cost.child import is_out_of_memory
 from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
