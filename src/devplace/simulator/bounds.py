@@ -33,7 +33,8 @@ class LowerBound:
         load_ns: Work shared out perfectly over all devices, each op in the best possible mix.
         combined_ns: Best of `head + load of the ops in between + tail` over cuts of the graph,
             of work where memory forces it to be spread, and of both where some devices are too
-            slow for some ops; never below the two others.
+            slow for some ops; never below the two others. All three count the least that copies
+            of the batch take.
         static_bytes: Bytes that must be somewhere when the step begins (parameters, state, inputs).
         capacity_bytes: Memory of all usable devices together.
         lack: Why it is proved that no placement fits: `static` (all devices together are too
@@ -95,14 +96,32 @@ def lower_bound(problem: Problem) -> LowerBound:
     shares = _Shares(problem, allowed, paths, needs)
     load = shares.load()
     best = max(paths.longest_ns, load, shares.bound(NEVER, bool(lack)))
+    batch_ns = least_batch_ns(problem, allowed)
     return LowerBound(
-        critical_path_ns=paths.longest_ns,
-        load_ns=load,
-        combined_ns=shares.raise_bound(best, bool(lack)),
+        critical_path_ns=batch_ns + paths.longest_ns,
+        load_ns=batch_ns + load,
+        combined_ns=batch_ns + shares.raise_bound(best, bool(lack)),
         static_bytes=needs.total_bytes,
         capacity_bytes=needs.capacity_bytes,
         lack=lack,
     )
+
+
+def least_batch_ns(problem: Problem, allowed: Bools) -> int:
+    """Time that copies of the batch take at least: each input goes where it is read, and so to one
+    of the devices of whichever reader has the dearest choice.
+
+    Args:
+        problem: What is placed.
+        allowed: Devices each group may go to. `[G, D]`
+    """
+    tasks, copy_ns = problem.core.tasks, problem.core.wires.copy_ns
+    total = 0
+    for const in np.flatnonzero(copy_ns.any(axis=1)).tolist():
+        users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
+        rows = np.unique(allowed[tasks.group[users]], axis=0)
+        total += max((int(copy_ns[const, row].min()) for row in rows if row.any()), default=0)
+    return total
 
 
 class _Shares:
