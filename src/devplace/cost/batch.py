@@ -9,8 +9,6 @@ from devplace.cost.table import transfer_times
 from devplace.machine import Machine
 
 I64 = NDArray[np.int64]
-BATCH = "batch_on"
-"""In a graph's `meta`: name of the GPU on which the example batch lay, if it was not on the host."""
 
 
 def copy_times(num_bytes: I64, machine: Machine, home: str = "") -> I64:

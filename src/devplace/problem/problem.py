@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost import CostTable
-from devplace.cost.batch import BATCH
 from devplace.errors import ProblemError
 from devplace.graph import OpGraph
+from devplace.graph.graph import BATCH_ON
 from devplace.graph.members import parts_of
 from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.machine import Machine
@@ -144,7 +144,7 @@ class Problem:
     def core(self) -> Core:
         """Tasks and wires for the simulator."""
         tasks = build_tasks(self.graph, self.costs.workspace_bytes)
-        batch_on = str(self.graph.meta.get(BATCH, ""))
+        batch_on = str(self.graph.meta.get(BATCH_ON, ""))
         wires = build_wires(tasks, self.machine, self.costs, self.limit_bytes, batch_on)
         return Core(tasks, wires)
 

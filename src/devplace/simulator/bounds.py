@@ -33,14 +33,14 @@ class LowerBound:
         load_ns: Work shared out perfectly over all devices, each op in the best possible mix.
         combined_ns: Best of `head + load of the ops in between + tail` over cuts of the graph,
             of work where memory forces it to be spread, and of both where some devices are too
-            slow for some ops; never below the two others. All three count the least that copies
-            of the batch take.
+            slow for some ops; never below the two others.
         static_bytes: Bytes that must be somewhere when the step begins (parameters, state, inputs).
         capacity_bytes: Memory of all usable devices together.
         lack: Why it is proved that no placement fits: `static` (all devices together are too
             small), `op` (an op or group fits nowhere), `bound groups` (groups that may only go to
             some devices are too much for these), `exact` (a placer proved it); else empty.
         proved_ns: What an exact placer proved on top of that.
+        batch_ns: The least that copies of the batch take, before the ops begin.
     """
 
     critical_path_ns: int
@@ -50,11 +50,13 @@ class LowerBound:
     capacity_bytes: int
     lack: Lack = ""
     proved_ns: int = 0
+    batch_ns: int = 0
 
     @property
     def step_ns(self) -> int:
-        """The largest of the time bounds."""
-        return max(self.critical_path_ns, self.load_ns, self.combined_ns, self.proved_ns)
+        """The largest of the time bounds, after the copies of the batch."""
+        ops_ns = max(self.critical_path_ns, self.load_ns, self.combined_ns)
+        return max(self.batch_ns + ops_ns, self.proved_ns)
 
     @property
     def is_infeasible(self) -> bool:
@@ -96,14 +98,14 @@ def lower_bound(problem: Problem) -> LowerBound:
     shares = _Shares(problem, allowed, paths, needs)
     load = shares.load()
     best = max(paths.longest_ns, load, shares.bound(NEVER, bool(lack)))
-    batch_ns = least_batch_ns(problem, allowed)
     return LowerBound(
-        critical_path_ns=batch_ns + paths.longest_ns,
-        load_ns=batch_ns + load,
-        combined_ns=batch_ns + shares.raise_bound(best, bool(lack)),
+        critical_path_ns=paths.longest_ns,
+        load_ns=load,
+        combined_ns=shares.raise_bound(best, bool(lack)),
         static_bytes=needs.total_bytes,
         capacity_bytes=needs.capacity_bytes,
         lack=lack,
+        batch_ns=least_batch_ns(problem, allowed),
     )
 
 

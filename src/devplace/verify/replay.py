@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from devplace.graph.graph import BATCH_ON
 from devplace.machine import Link
 from devplace.machine.machine import channels_of
 from devplace.verify.facts import Facts, facts
@@ -150,7 +151,7 @@ class _Clock:
         """Copies of the batch, one after the other, each to a device that reads the input: from
         where the batch lies, or the nearest CPU device."""
         graph, machine = self.problem.graph, self.problem.machine
-        home = graph.meta.get("batch_on", "")
+        home = graph.meta.get(BATCH_ON, "")
         cpus = [d for d, device in enumerate(machine.devices) if device.kind == "cpu"]
         homes = [machine.device_index[home]] if home in machine.device_index else cpus
         total = 0
