@@ -100,7 +100,7 @@ class StepValues:
         if node in self._values:
             return self._values[node] is None
         if node.op != "placeholder":
-            return node.op != "call_function"
+            return bool(node.op != "call_function")
         source = self._sources[node]
         return source is None or (source.value is None and not _is_floating(source.dtype))
 
