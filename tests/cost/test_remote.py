@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from tests.cost import hostile_ops as hostile
 from torch import nn
 from torch.nn import functional as F
 
-from devplace.cost import remote
+from devplace.cost import remote, sustained
+from devplace.cost.process import Child
 from devplace.cost.profiled import Profiled
+from devplace.cost.signature import op_calls
 from devplace.cost.table import CostTable
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
@@ -216,3 +218,34 @@ def test_indices_of_all_kinds_are_timed(
     assert graph.is_fused == fuse
     table = Profiled(seconds=60, cache=None)(graph, detect(cpu_devices=2))
     assert unmeasured(table) == []
+
+
+def test_a_step_without_a_pause_gets_real_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls arrive in their order, equal ones as one, each with its integers."""
+    graph = capture(Picking(), (torch.arange(10),))
+    calls = [call for _, call in sorted(op_calls(graph).items())]
+    seen: list[Any] = []
+
+    def slow_down(given: Any, device: str, real: Any) -> float:
+        seen.append([(str(call.target), real[call.key]) for call in given])
+        return 1.25
+
+    monkeypatch.setattr(sustained, "slow_down", slow_down)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    class Here(Child):
+        """This process in place of another."""
+
+        kept: ClassVar[dict[Any, Any]] = {}
+        is_there = True
+
+        def ask(self, function: str, key: int, step: bytes, request: Any, limit_s: float) -> Any:
+            self.kept.setdefault(key, step)
+            return getattr(remote, function.partition(":")[2])(self.kept, key, *request)[0]
+
+    timer = remote.RemoteTimer(graph, remote.Spot("cpu"), Here())
+    assert timer.slow_down([*calls, *calls]) == 1.25
+    ((*rows,),) = seen
+    assert [name for name, _ in rows] == [str(call.target) for call in calls] * 2
+    picks = [real for name, real in rows if "picks" in name]
+    assert [real[1].tolist() for real in picks] == [list(range(18, -1, -2))] * 2

@@ -11,7 +11,7 @@ from tests.cost.test_profiled import captured
 from tests.cost.timers import FakeTimer, fake_times
 
 from devplace.cost import CostTable, reuse, timing
-from devplace.cost.profiled import DeviceTimer, Profiled
+from devplace.cost.profiled import Profiled
 from devplace.cost.reuse import CacheTimes, cold_inputs, large_inputs
 from devplace.cost.signature import OpCall
 from devplace.graph import OpGraph

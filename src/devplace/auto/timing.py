@@ -144,6 +144,7 @@ def time_executor(
         batch: Inputs by source op, brought in anew before each step.
     """
     held = executor.schedule.holders
+    inputs = {op: value for op, value in (batch or {}).items() if op in held}
     number = 0
 
     def run() -> None:

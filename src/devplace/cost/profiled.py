@@ -108,9 +108,7 @@ class Profiled:
             if place not in done:
                 timer = RemoteTimer(graph, spot, child)
                 slow = timer.slow_down if device.kind == "gpu" else None
-                pricing = Pricing(
-                    self.seconds, self.cache, place, timer, notes, slow, timer.clock
-                )
+                pricing = Pricing(self.seconds, self.cache, place, timer, notes, slow, timer.clock)
                 some = extremes if device.kind == "gpu" else {}
                 done[place] = pricing.price(graph, calls, some, table.compute_ns[:, column])
                 timer.close()

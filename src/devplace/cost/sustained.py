@@ -54,9 +54,7 @@ def slow_down(
         torch.cuda.empty_cache()
 
 
-def _recorded(
-    calls: Sequence[OpCall], device: Any, real: Mapping[str, Mapping[int, Any]]
-) -> Any:
+def _recorded(calls: Sequence[OpCall], device: Any, real: Mapping[str, Mapping[int, Any]]) -> Any:
     """A CUDA graph of the calls, equal ones on the same arguments, as far as these fit in half of
     the free memory."""
     room = free_bytes(device) // 2
