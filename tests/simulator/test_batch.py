@@ -65,8 +65,9 @@ def test_on_the_host_a_batch_is_there() -> None:
 
 
 def test_logical_cpu_devices_get_a_copy_each() -> None:
-    """It takes what a transfer between two of them takes."""
-    found = hand_problem(TWO, hand_machine({"cpu:0": 10**6, "cpu:1": 10**6}, bytes_per_ns=10))
+    """It takes what a transfer between two of them takes, but for its latency."""
+    cpus = {"cpu:0": 10**6, "cpu:1": 10**6}
+    found = hand_problem(TWO, hand_machine(cpus, bytes_per_ns=10, latency_ns=99))
     assert simulate(found, hand_placement(found, {})).batch_ns == 10 + 2
     assert simulate(found, hand_placement(found, {"b": "cpu:1"})).batch_ns == 10 + 10 + 2
 

@@ -162,7 +162,9 @@ class _Clock:
                 if machine.device_names[e] == home:
                     continue
                 links = [self.links.link(d, e) for d in homes if d != e]
-                total += min((x.duration_ns(size) + x.latency_ns for x in links), default=0)
+                waits = homes is not cpus or e not in cpus  # within the host nobody is woken
+                ways = (x.duration_ns(size) + waits * x.latency_ns for x in links)
+                total += min(ways, default=0)
         return total
 
     def _rank(self, v: int) -> tuple[int, int]:
