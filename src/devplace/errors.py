@@ -67,6 +67,12 @@ class ExecutionError(DevplaceError):
     exit_code = 1
 
 
+class MeasuringError(DevplaceError):
+    """Ops cannot be timed (any more): there is no process to do it in."""
+
+    exit_code = 1
+
+
 class CacheError(DevplaceError):
     """A file of measured values is damaged or of another version; it is not trusted."""
 

@@ -12,7 +12,6 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.candidates import Candidate
-from devplace.auto.child import is_out_of_memory
 from devplace.auto.choose import Choice, choose, search
 from devplace.auto.clock import Clock
 from devplace.auto.compiled import compiled_step_ns
@@ -21,6 +20,7 @@ from devplace.auto.here import fuses as step_is_fused
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
+from devplace.cost.child import is_out_of_memory
 from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
@@ -162,7 +162,9 @@ def parallelize(
             measurer.start()
         graphs = [fuse_for(graph, pins or {}) for graph in job.capture_all(counts, clock)]
         job.compile_kernels(graphs, found, left_out, compilers)
-        searches = search(graphs, found, demands, placer, clock, seed, confirm, tell)
+        searches = search(
+            graphs, found, demands, placer, clock, seed, confirm, tell, measurer.child
+        )
         choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
     if compare_compile:
         job.compare(loss_fn, clip_grad_norm, autocast, kind)
@@ -266,9 +268,8 @@ class _Job:
                 continue
             notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
             notes += (*in_eval_mode(graph), *could_stack(graph), *in_chunks(graph))
-            return ParallelStep(
-                step, candidate.plan, graph, choice.confirmation, measured_ns, notes
-            )
+            told = tuple(dict.fromkeys(notes))
+            return ParallelStep(step, candidate.plan, graph, choice.confirmation, measured_ns, told)
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
 
     def _verify(self, candidate: Candidate, graph: OpGraph, seed: int) -> None:

@@ -31,8 +31,8 @@ class Binding:
             `RANDOM_KEYS`.
         slot: For `state` the name in `optimizer.state[p]` (`exp_avg`, `momentum_buffer`); for
             `input` the index among the flattened example inputs (torch pytree order).
-        value: For `constant` the tensor itself; for others nothing (parameters and buffers are read
-            from the model).
+        value: For `constant` the tensor itself; for inputs and buffers that `may_be_indices` the
+            example's, with which ops are timed; for others nothing.
         strides: Of the tensor at capture; None if they are not known.
     """
 
@@ -42,6 +42,16 @@ class Binding:
     slot: str | int = ""
     value: Any = None
     strides: tuple[int, ...] | None = None
+
+
+SMALL_BYTES = 1 << 16
+
+
+def may_be_indices(tensor: Any) -> bool:
+    """Whether indices may be a tensor's values, or be made of them: integers, and small ones."""
+    if tensor.is_meta or tensor.is_complex():
+        return False
+    return not tensor.is_floating_point() or (tensor.numel() * tensor.element_size() <= SMALL_BYTES)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -209,10 +210,14 @@ class Step:
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
         require_values(self._graph, values)
-        values.update(bind_scalars(self._graph, number, groups))
+        scalars = bind_scalars(self._graph, number, groups)
         try:
+            for op, value in scalars.items():
+                self.executor.put(op, value)
+            begin = time.perf_counter_ns()
             for op, value in values.items():
                 self.executor.put(op, value)
+            batch_ns = time.perf_counter_ns() - begin
             outcome = self.executor.step(self.steps_done + 1, self.is_timed)
         except ExecutionError as error:
             if self.executor.has_lost_state:
@@ -224,7 +229,7 @@ class Step:
         if self._optimizer is not None:
             self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:
-            self.timeline = outcome.timeline
+            self.timeline = outcome.timeline.after(batch_ns)
         return outcome
 
     def close(self) -> None:

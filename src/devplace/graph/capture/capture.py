@@ -47,7 +47,7 @@ from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.capture.values import shown
 from devplace.graph.fusion import fuse as fuse_graph
-from devplace.graph.graph import OpGraph
+from devplace.graph.graph import BATCH_ON, OpGraph
 from devplace.graph.program import RANDOM_KEYS
 
 Progress = Callable[[str, int], None]
@@ -287,6 +287,7 @@ def _meta(
         "batch_dims": named_dims(batch_dims),
         "unchecked": unchecked,
         "tied": request.sources.shared,
+        BATCH_ON: _batch_home(request.batch.leaves),
     }
     return {key: value for key, value in further.items() if value} | {
         "mode": request.mode,
@@ -302,6 +303,13 @@ def _meta(
         "autocast": str(request.autocast).removeprefix("torch.") if request.autocast else None,
         "micro_batch_sizes": list(request.batch.sizes),
     }
+
+
+def _batch_home(leaves: list[Any]) -> str:
+    """Name of the GPU on which all of a batch lies; empty if it lies on the host."""
+    places = {str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    home = places.pop() if len(places) == 1 else ""
+    return home if home.startswith("cuda") else ""
 
 
 def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.GraphModule:

@@ -26,7 +26,7 @@ from devplace.graph.capture.step import Input, Output, Request, Step, source_nam
 from devplace.graph.capture.tags import describe_place
 from devplace.graph.capture.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
-from devplace.graph.program import Binding, Program
+from devplace.graph.program import Binding, Program, may_be_indices
 
 Node: TypeAlias = torch.fx.Node
 
@@ -220,9 +220,7 @@ def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str,
     constants = bind_constants(gm)
     entries = inputs + [Input("constant", key) for key, _ in constants]
     hollow = step.request.sources.hollow
-    values: list[torch.Tensor | None] = [
-        hollow[e.key] if e.kind == "constant" else None for e in inputs
-    ]
+    values = [hollow[e.key] if e.kind == "constant" else _example(step.request, e) for e in inputs]
     values += [value for _, value in constants]
     builder = _Builder()
     bindings: list[Binding] = []
@@ -249,6 +247,18 @@ def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str,
     return OpGraph(
         name, tuple(builder.ops), tuple(builder.tensors), tuple(results), dict(meta), program
     )
+
+
+def _example(request: Request, entry: Input) -> torch.Tensor | None:
+    """The example value of an input or buffer, if indices may be made of it."""
+    value = None
+    if entry.kind == "input":
+        value = request.batch.leaves[int(entry.slot)]
+    elif entry.kind == "buffer":
+        value = request.sources.buffers[entry.key]
+    if value is None or isinstance(value, FakeTensor) or not may_be_indices(value):
+        return None
+    return value.detach()
 
 
 def _program(
