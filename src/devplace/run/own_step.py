@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call, open_dataclasses
-from devplace.graph.capture.loss import loss_call, split_loss
+from devplace.graph.capture.loss import loss_call
 from devplace.graph.capture.refuse import unwrap
 from devplace.graph.capture.sources import Slots, Sources, find_sources
 from devplace.graph.capture.surroundings import undisturbed
@@ -52,17 +52,10 @@ def why_not_run(graph: OpGraph, model: Any, inputs: Any, kwargs: Any = None) -> 
     other = next((t.device.type for t in tensors if t.device.type != program.device), None)
     if other is not None:
         return f"it is captured for {program.device!r}, but tensors of the model lie on {other!r}"
-    norms = torch.nn.modules.batchnorm._BatchNorm
-    if graph.meta["micro_batches"] > 1 and any(
-        isinstance(part, norms) and part.training for part in model.modules()
-    ):
-        return "batch norm takes its statistics over each micro-batch"
     return ""
 
 
-def run_own(
-    graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any = None
-) -> OwnStep:
+def run_own(graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any = None) -> OwnStep:
     """Run one step eagerly on copies of all values: the whole batch, `torch.autograd`, and the
     optimizer's own `step`. Model, optimizer and random generators are as before.
 
@@ -106,10 +99,18 @@ def _heads(graph: OpGraph, model: Any, inputs: Any, kwargs: Any) -> tuple[list[A
         if mode == "inference":
             leaves = pytree.tree_leaves(open_dataclasses(model(*args, **named)))
             return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], None
-        loss, weight = split_loss(loss_call(model, program.loss_fn)(*args, **named))
-    if weight is not None:
-        loss = loss / weight.to(loss.dtype)
+        loss = _one_number(loss_call(model, program.loss_fn)(*args, **named))
     return [loss.detach()], loss
+
+
+def _one_number(returned: Any) -> Any:
+    """The loss of what a loss function returned: it, `(loss_sum, weight)`, or beside others."""
+    if isinstance(returned, Mapping):
+        returned = returned["loss"]
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        loss, weight = returned
+        returned = loss if isinstance(weight, Mapping) else loss / weight
+    return returned.reshape(())
 
 
 def _gradients(
