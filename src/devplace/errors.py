@@ -50,7 +50,7 @@ class InfeasibleError(DevplaceError):
 
 
 class VerificationError(DevplaceError):
-    """The placed step gave other numbers than the unplaced one."""
+    """The placed step gave other numbers than the unplaced one, or that than an eager one."""
 
     exit_code = 4
 

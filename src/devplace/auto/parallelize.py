@@ -103,7 +103,8 @@ def parallelize(
         seed: Of the search and of all random ops.
         placer: Who searches; `placers.Search()` by default.
         confirm: Whether plans are measured; if not, the best predicted is taken.
-        verify: Whether two steps are first compared with the unplaced ones.
+        verify: Whether two steps are first compared with the unplaced ones, and the first of those
+            with an eager step; the notes say what was compared.
         example_kwargs, batch_dims, compare_batches: As for `capture`.
         clip_grad_norm, autocast, stack_gradients: Likewise.
         fuse: As for `capture`; by default on GPUs for which a compiler is there.
@@ -273,7 +274,7 @@ class _Job:
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
 
     def _verify(self, candidate: Candidate, graph: OpGraph, seed: int) -> None:
-        check_plan(
+        report = check_plan(
             candidate.plan,
             graph,
             self.model,
@@ -283,6 +284,7 @@ class _Job:
             steps=2,
             seed=seed,
         )
+        self.notes.append(report.beside_own)
 
     def _compiled(self, candidate: Candidate, graph: OpGraph, seed: int) -> tuple[Step, int | None]:
         plan = candidate.plan

@@ -40,6 +40,7 @@ def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
         "tensor_of": dict(program.tensor_of),
         "op_of": dict(program.op_of),
         "random_ops": program.random_ops,
+        "layouts": dict(program.layouts),
         "training": program.training,
         "device": program.device,
     }

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 BindingKind = Literal["parameter", "buffer", "state", "constant", "input", "scalar"]
 
+Layouts = tuple[tuple[int, ...] | None, ...]
+"""Strides of each tensor that a call gives; None for what is no tensor or may lie anyhow."""
+
 
 RANDOM_KEYS = "random_keys"
 """Name of the input that a step's random numbers are computed from: an int32 tensor with a row for
@@ -77,6 +80,9 @@ class Program:
             param_groups -> value of every scalar input (learning rate, bias corrections ...), as
             Python floats, exactly as torch.optim computes them on the host.
         random_ops: Names of FX nodes that draw random numbers from a generator, in trace order.
+        layouts: Names of FX calls whose kernels may lay out what they make otherwise than the trace
+            says -> the layouts of the trace, which executors give these outputs: what reads them
+            may count elements in memory.
         input_spec: torch pytree spec of `(args, kwargs)`; `graph.capture.flatten_batch` flattens
             new batches the same way.
         input_constants: Leaf index -> value of the inputs that are not tensors; they are fixed.
@@ -102,6 +108,7 @@ class Program:
     op_of: Mapping[str, int]
     scalars: Callable[[int, Sequence[Mapping[str, Any]] | None], dict[str, float]]
     random_ops: tuple[str, ...] = ()
+    layouts: Mapping[str, Layouts] = field(default_factory=dict)
     input_spec: Any = None
     input_constants: Mapping[int, Any] = field(default_factory=dict)
     output_spec: Any = None
@@ -115,3 +122,12 @@ class Program:
     device: str = "cpu"
     optimizer: Any = None
     loss_fn: Any = None
+
+
+def layouts_of(value: Any) -> Layouts:
+    """Strides of a tensor or of several; such as repeat elements may lie anyhow."""
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(
+        tuple(part.stride()) if hasattr(part, "stride") and 0 not in part.stride() else None
+        for part in parts
+    )

@@ -161,8 +161,12 @@ def view_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
 _ALIAS_ARGUMENTS: dict[Any, tuple[tuple[int, str], ...]] = {}
 
 
-def _schema_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
-    target = node.target
+def shares_memory(target: Any) -> bool:
+    """Whether a call of an op or function gives memory of its inputs."""
+    return target in _HIDDEN_VIEWS or bool(_alias_arguments(target))
+
+
+def _alias_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     positions = _ALIAS_ARGUMENTS.get(target)
     if positions is None:
         schema = getattr(target, "_schema", None)
@@ -172,8 +176,12 @@ def _schema_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
                 (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None
             )
         _ALIAS_ARGUMENTS[target] = positions
+    return positions
+
+
+def _schema_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
     bases = []
-    for index, name in positions:
+    for index, name in _alias_arguments(node.target):
         value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
         bases += [n for n in pytree.tree_leaves(value) if isinstance(n, torch.fx.Node)]
     return bases

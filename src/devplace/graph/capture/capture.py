@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from devplace.errors import CaptureError
@@ -24,6 +23,7 @@ from devplace.graph.capture.cross_entropy import direct_cross_entropy
 from devplace.graph.capture.cutting import BatchDims, named_dims
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.guards.twice import DifferentError
+from devplace.graph.capture.layouts import own_memory
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.padding import pad_products
@@ -43,6 +43,7 @@ from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Input, Request, Step
+from devplace.graph.capture.strides import KernelStrides
 from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.capture.values import shown
@@ -336,6 +337,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         raise explain(error, tagger) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
+    own_memory(gm.graph)
     refuse_written_inputs(gm, step)
     if step.request.is_compared:
         step.compared = compared_graph(gm, step)
@@ -370,7 +372,7 @@ def _fakes(step: Step) -> list[torch.Tensor]:
     """Fake tensors for the step's inputs, laid out in memory as the real ones."""
     request = step.request
     sources, device = request.sources, request.device_type
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = KernelStrides()
 
     def fake(like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

@@ -20,9 +20,11 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
+from devplace.graph.capture.layouts import counted
 from devplace.graph.capture.refuse import own_generator
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Input, Output, Request, Step, source_name
+from devplace.graph.capture.strides import unsure
 from devplace.graph.capture.tags import describe_place
 from devplace.graph.capture.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
@@ -107,9 +109,14 @@ def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list
 
 
 class _Builder:
-    """Collects ops and tensors while it walks the nodes."""
+    """Collects ops and tensors while it walks the nodes.
 
-    def __init__(self) -> None:
+    Args:
+        counted: Nodes whose layout is not the compiler's.
+    """
+
+    def __init__(self, counted: set[Node]) -> None:
+        self._counted = counted
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
         self.tensor_of: dict[str, int] = {}
@@ -194,6 +201,7 @@ class _Builder:
             if reads_rows_only(node) and sizes:
                 sizes[0] = min(sizes[0], written)
             read = sum(sizes)
+        is_free = base < 0 and is_fusible(node) and self._counted.isdisjoint([node, *node.users])
         return Op(
             name=name,
             target=str(node.target),
@@ -209,8 +217,8 @@ class _Builder:
             source_line=tag.line,
             micro_batch=tag.micro_batch,
             is_random=random,
-            is_fusible=base < 0 and is_fusible(node),
-            pays_alone=base < 0 and is_fusible(node) and pays_alone(node),
+            is_fusible=is_free,
+            pays_alone=is_free and pays_alone(node),
         )
 
 
@@ -222,7 +230,7 @@ def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str,
     hollow = step.request.sources.hollow
     values = [hollow[e.key] if e.kind == "constant" else _example(step.request, e) for e in inputs]
     values += [value for _, value in constants]
-    builder = _Builder()
+    builder = _Builder(counted(gm.graph))
     bindings: list[Binding] = []
     results: list[StepResult] = []
     for node in gm.graph.nodes:
@@ -276,6 +284,7 @@ def _program(
         op_of=builder.op_of,
         scalars=request.update.scalars if request.update else _no_scalars,
         random_ops=tuple(builder.random),
+        layouts=unsure(gm.graph),
         input_spec=request.batch.spec,
         input_constants={
             i: leaf
