@@ -28,7 +28,6 @@ from devplace.graph.capture.refuse import (
     explain,
     refuse_hidden_state,
     refuse_hooks,
-    refuse_recomputed_random,
     refuse_replaced_variables,
     refuse_stray_parameters,
     unwrap,
@@ -142,10 +141,11 @@ def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx
     with torch.inference_mode(False), undisturbed(model) as host_random:
         flat = _fakes(step)
         gm = _trace(step, flat, tagger)
+        is_seeded = tagger.draws.is_seeded
     if host_random.used:
         again = Tagger(model)
         refuse_host_random(lambda: Step(request, again)(*flat), again, model)
-    if host_random.seeded:
+    if is_seeded:
         raise CaptureError(
             "The step must not seed torch's generator: torch.manual_seed in forward would be lost. "
             "Seed outside the step."
@@ -299,11 +299,11 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     options: dict[str, Any] = {}
     if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
         options["_disable_torch_fn_metadata_mode"] = True  # a Python call per torch function
+    tagger.draws.start()
     tracer = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **options)
     try:
         with trace_settings(step.request.device_type):
             gm = tracer(*flat)
-            refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
             refuse_stray_parameters(gm, step)
             gm = make_functional(gm, flat, tagger)

@@ -20,9 +20,10 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.graph.capture.refuse import describe_place, own_generator, refuse_written_input
+from devplace.graph.capture.refuse import own_generator, refuse_written_input
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Input, Output, Request, Step, source_name
+from devplace.graph.capture.tags import describe_place
 from devplace.graph.capture.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program
@@ -116,7 +117,7 @@ class _Builder:
         self.tensors: list[Tensor] = []
         self.tensor_of: dict[str, int] = {}
         self.op_of: dict[str, int] = {}
-        self.random: list[str] = []
+        self.random: dict[str, int] = {}
         self._names: set[str] = set()
         self._parts: dict[str, dict[int, int]] = {}
 
@@ -187,7 +188,7 @@ class _Builder:
         tag = node.meta["tag"]
         random = is_random(node)
         if random:
-            self.random.append(node.name)
+            self.random[node.name] = tag.draw
         flops = read = written = 0
         if base < 0:
             flops = count_flops(node)
@@ -267,7 +268,7 @@ def _program(
         tensor_of=builder.tensor_of,
         op_of=builder.op_of,
         scalars=request.update.scalars if request.update else _no_scalars,
-        random_ops=tuple(builder.random),
+        random_ops=builder.random,
         input_spec=request.batch.spec,
         input_constants={
             i: leaf

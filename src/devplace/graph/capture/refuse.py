@@ -15,7 +15,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
-from devplace.graph.capture.tags import Tagger, is_user_file
+from devplace.graph.capture.tags import Tagger, describe_place, is_user_file
 
 _WRAPPERS = {
     "DataParallel": "Pass the module inside it (model.module).",
@@ -163,14 +163,6 @@ def _op_name(text: str) -> str:
     return f"{match.group(1)}::{match.group(2)}" if match else "an operator"
 
 
-def describe_place(module: str | None, line: str) -> str:
-    """Text that names a module and source line, as far as they are known."""
-    if module is None:
-        return line or "an unknown place"
-    shown = f"module {module!r}" if module else "the model"
-    return f"{shown} ({line})" if line else shown
-
-
 def locate(
     traceback: TracebackType | None, tagger: Tagger
 ) -> tuple[str | None, str, torch.nn.Module | None]:
@@ -206,23 +198,6 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], optimizer: Any) -> None
             f"Hooks of an optimizer's step cannot be captured: this {type(optimizer).__name__} has "
             f"one. Remove it, and call what it does after each step."
         )
-
-
-def refuse_recomputed_random(tagger: Tagger) -> None:
-    """Refuse activation checkpointing around random ops: the replay would draw other numbers.
-
-    Raises:
-        CaptureError: A random op was drawn again in backward.
-    """
-    if tagger.recomputed_random is None:
-        return
-    tag, line = tagger.recomputed_random
-    module = None if tag.module == "?" else tag.module
-    raise CaptureError(
-        f"Activation checkpointing cannot replay random ops: {describe_place(module, line)} "
-        f"draws again in backward. Move the dropout out of the checkpointed part, or "
-        f"turn checkpointing off."
-    )
 
 
 def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:

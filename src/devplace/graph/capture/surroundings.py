@@ -14,17 +14,15 @@ from typing import Any
 import torch
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.refuse import describe_place
 from devplace.graph.capture.sources import unchanged
-from devplace.graph.capture.tags import Tagger, user_line
+from devplace.graph.capture.tags import Tagger, describe_place, user_line
 
 
 @dataclass
 class HostRandom:
-    """Whether Python's or NumPy's global generator was used, or torch's was seeded."""
+    """Whether Python's or NumPy's global generator was used."""
 
     used: bool = False
-    seeded: bool = False
 
 
 @contextlib.contextmanager
@@ -46,7 +44,6 @@ def undisturbed(model: torch.nn.Module) -> Iterator[HostRandom]:
         if numpy_random:
             noted.used = noted.used or _numpy_state(numpy_random) != numpy_state
             numpy_random.set_state(numpy_state)
-        noted.seeded = not torch.equal(torch.get_rng_state(), torch_state)
         torch.set_rng_state(torch_state)
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)

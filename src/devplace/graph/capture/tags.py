@@ -15,6 +15,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from devplace.graph.capture.analysis import is_random
+from devplace.graph.capture.draws import Draws
 from devplace.graph.graph import Stage
 
 UNKNOWN = "?"
@@ -26,13 +28,17 @@ _PROGRESS_EVERY = 500
 
 
 class Tag(NamedTuple):
-    """Origin of a node; `module` is `UNKNOWN` until it is taken from the node's inputs."""
+    """Origin of a node; `module` is `UNKNOWN` until it is taken from the node's inputs.
+
+    Random ops have the position of their `draw` in the step; ops of one position draw the same.
+    """
 
     stage: Stage
     module: str
     call: int = 0
     line: str = ""
     micro_batch: int = -1
+    draw: int = -1
 
 
 @cache
@@ -66,14 +72,12 @@ def user_line() -> str:
     return ""
 
 
-def in_checkpoint() -> bool:
-    """Whether the caller runs inside a recomputation of torch.utils.checkpoint."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(os.path.join("torch", "utils", "checkpoint.py")):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def describe_place(module: str | None, line: str) -> str:
+    """Text that names a module and source line, as far as they are known."""
+    if module is None:
+        return line or "an unknown place"
+    shown = f"module {module!r}" if module else "the model"
+    return f"{shown} ({line})" if line else shown
 
 
 class Tagger:
@@ -91,7 +95,7 @@ class Tagger:
         self.micro_batch = -1
         self.owner: str | None = None
         self.fixed: Tag | None = None
-        self.recomputed_random: tuple[Tag, str] | None = None
+        self.draws = Draws()
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
         self._by_sequence: dict[int, Tag] = {}
@@ -157,8 +161,8 @@ class Tagger:
             node = create(*args, **kwargs)
             tag = self.tag()
             node.meta["tag"] = tag
-            if tag.stage == "backward" and self.fixed is None:
-                self._note_recomputed_random(node, tag)
+            if self.fixed is None and is_random(node):
+                node.meta["tag"] = tag._replace(draw=self._draw(tag))
             self._count += 1
             if self._progress is not None and self._count % _PROGRESS_EVERY == 0:
                 self._progress("trace", self._count)
@@ -166,10 +170,8 @@ class Tagger:
 
         tracer.create_node = create_node
 
-    def _note_recomputed_random(self, node: Any, tag: Tag) -> None:
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags and in_checkpoint():
-            self.recomputed_random = self.recomputed_random or (tag, user_line())
+    def _draw(self, tag: Tag) -> int:
+        return self.draws.take(describe_place(None if tag.module == UNKNOWN else tag.module, tag.line))
 
 
 def resolve_unknown(graph: torch.fx.Graph) -> None:
@@ -183,4 +185,4 @@ def resolve_unknown(graph: torch.fx.Graph) -> None:
             known = [n.meta["tag"] for n in node.all_input_nodes if "tag" in n.meta]
             known = [t for t in known if t.module != UNKNOWN and t.stage != "source"]
             near = known[-1] if known else Tag(base.stage, "")
-            node.meta["tag"] = near._replace(stage=base.stage)
+            node.meta["tag"] = near._replace(stage=base.stage, draw=base.draw)
