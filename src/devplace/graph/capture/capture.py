@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from devplace.errors import CaptureError
@@ -19,6 +18,7 @@ from devplace.graph.capture.cleanup import clean, drop_last_results
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.cross_entropy import direct_cross_entropy
+from devplace.graph.capture.fakes import Fakes
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
@@ -294,7 +294,9 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         mode = get_proxy_mode()
         if mode is not None:
             tagger.install(mode.tracer)
+            fakes.tracer = mode.tracer
 
+    fakes = next((t.fake_mode for t in flat), Fakes())
     step.install = install
     options: dict[str, Any] = {}
     if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
@@ -340,7 +342,7 @@ def _fakes(step: Step) -> list[torch.Tensor]:
     """Fake tensors for the step's inputs, laid out in memory as the real ones."""
     request = step.request
     sources, device = request.sources, request.device_type
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Fakes()
 
     def fake(like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

@@ -35,6 +35,9 @@ def make_functional(
     gm: torch.fx.GraphModule, flat: list[torch.Tensor], tagger: Tagger
 ) -> torch.fx.GraphModule:
     """The graph without mutating ops; written inputs become changed outputs."""
+    for node in reversed(gm.graph.nodes):
+        if node.target is aten._local_scalar_dense.default and not node.users:
+            gm.graph.erase_node(node)  # a value that was known without it
     if _rewrite(gm):
         return gm
     with torch.no_grad():

@@ -19,6 +19,7 @@ from devplace.graph.capture.values import (
     holds_fakes,
     is_array,
     is_kept,
+    is_traced,
     kept,
 )
 
@@ -159,7 +160,7 @@ class Reads:
                 if known is not None:
                     known[name] = NOTHING
                 raise
-            is_outside = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            is_outside = isinstance(value, torch.Tensor) and not is_traced(value)
             if known is not None and (value is None or is_outside):
                 known[name] = value
             return value

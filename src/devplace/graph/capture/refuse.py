@@ -74,8 +74,6 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
         "passed to FakeTensor.__format__",
     )
     if name in _VALUE_READ or any(part in text for part in value_read):
-        if _is_under(error.__traceback__, os.path.join("torch", "distributions")):
-            return CaptureError(_checked_arguments(where))
         return CaptureError(_value_read(where, owner))
     if "NestedTensor" in text or "_nested_" in text:
         return _nested(where)
@@ -129,23 +127,6 @@ def _value_read(where: str, owner: Any) -> str:
         f".numpy(), a formatted text or 'if tensor'). Use torch.where, or compute the condition "
         f"outside the step."
     )
-
-
-def _checked_arguments(where: str) -> str:
-    return (
-        f"A distribution must not check values: {where} makes one that reads its arguments to "
-        f"check them. Pass validate_args=False, or call "
-        f"torch.distributions.Distribution.set_default_validate_args(False)."
-    )
-
-
-def _is_under(traceback: TracebackType | None, folder: str) -> bool:
-    """Whether a traceback goes through a file of a folder."""
-    while traceback is not None:
-        if folder + os.sep in traceback.tb_frame.f_code.co_filename:
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 def _fixed_shape(op: str) -> str:
