@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from devplace.graph.capture.cleanup import clean, drop_last_results
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.cross_entropy import direct_cross_entropy
-from devplace.graph.capture.fakes import Fakes
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.padding import pad_products
 from devplace.graph.capture.recompute import recompute
 from devplace.graph.capture.refuse import (
+    GradientsNeeded,
     explain,
     refuse_hidden_state,
     refuse_hooks,
@@ -140,7 +141,12 @@ def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx
     step = Step(request, tagger)
     with torch.inference_mode(False), undisturbed(model) as host_random:
         flat = _fakes(step)
-        gm = _trace(step, flat, tagger)
+        try:
+            gm = _trace(step, flat, tagger)
+        except GradientsNeeded:
+            if request.has_gradients:
+                raise
+            return _traced(replace(request, has_gradients=True), progress)
         is_seeded = tagger.draws.is_seeded
     if host_random.used:
         again = Tagger(model)
@@ -225,6 +231,7 @@ def _request(
         stack_gradients,
         fuse,
         stack_inputs,
+        has_gradients=mode == "train",
     )
 
 
@@ -294,9 +301,8 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         mode = get_proxy_mode()
         if mode is not None:
             tagger.install(mode.tracer)
-            fakes.tracer = mode.tracer
+            step.fakes.tracer = mode.tracer
 
-    fakes = next((t.fake_mode for t in flat), Fakes())
     step.install = install
     options: dict[str, Any] = {}
     if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
@@ -310,7 +316,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
             refuse_stray_parameters(gm, step)
             gm = make_functional(gm, flat, tagger)
     except (Exception, SystemExit) as error:
-        raise explain(error, tagger) from None
+        raise explain(error, step) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
     if step.request.stack_gradients:
@@ -342,14 +348,13 @@ def _fakes(step: Step) -> list[torch.Tensor]:
     """Fake tensors for the step's inputs, laid out in memory as the real ones."""
     request = step.request
     sources, device = request.sources, request.device_type
-    mode = Fakes()
 
     def fake(like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         return made.requires_grad_(requires_grad)
 
     flat: list[torch.Tensor] = []
-    with mode:
+    with step.fakes.mode:
         for entry in step.inputs:
             if entry.kind == "parameter":
                 real = sources.parameters[entry.key]
@@ -361,10 +366,8 @@ def _fakes(step: Step) -> list[torch.Tensor]:
             elif entry.kind == "constant":
                 flat.append(fake(sources.hollow[entry.key]))
             elif entry.kind == "input":
-                flat.append(fake(request.batch.leaves[int(entry.slot)]))
+                example = request.batch.leaves[int(entry.slot)]
+                flat.append(fake(example, example.requires_grad))
             else:
                 flat.append(torch.empty((), dtype=torch.float64, device=device))
-    return [
-        t if t.requires_grad and i < len(sources.parameters) else t.detach()
-        for i, t in enumerate(flat)
-    ]
+    return [t if t.requires_grad else t.detach() for t in flat]

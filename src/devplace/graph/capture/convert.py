@@ -45,6 +45,12 @@ def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
             raise _not_a_tensor(node)
         holder = by_value.get(id(value))
         if holder is None:
+            if value.layout != torch.strided:
+                tag = node.meta["tag"]
+                raise CaptureError(
+                    f"Tensors must be dense: {describe_place(tag.module, tag.line)} reads one that "
+                    f"is {value.layout}. Make it dense (.to_dense())."
+                )
             if isinstance(value, FakeTensor):
                 raise CaptureError(
                     "A tensor made outside the step has no value: it is fake. Create the model "

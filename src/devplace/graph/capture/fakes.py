@@ -33,16 +33,19 @@ _DECIDED: dict[Any, Any] = {
 }
 
 
-class Fakes(FakeTensorMode):  # type: ignore[misc]
-    """The mode of the fake tensors of one trace.
+class Fakes:
+    """The fake tensors of one trace.
 
     Attributes:
+        mode: Their mode; torch's own class, for which operators with sub-graphs have rules.
         tracer: That of the trace, once it has begun.
     """
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self.tracer: Any = None
+        self._dispatch = self.mode.dispatch
+        self.mode.dispatch = self.dispatch
 
     def dispatch(
         self,
@@ -57,7 +60,7 @@ class Fakes(FakeTensorMode):  # type: ignore[misc]
             if known is not None:
                 return known
         try:
-            return super().dispatch(func, types, args, kwargs or {})
+            return self._dispatch(func, types, args, kwargs or {})
         except RuntimeError as error:
             if type(error) is not RuntimeError or func.namespace != "aten":
                 raise
@@ -86,7 +89,7 @@ class Fakes(FakeTensorMode):  # type: ignore[misc]
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         size = sum(t.numel() * t.element_size() for t in tensors)
-        if func._schema.is_mutable or size > _MOST_BYTES or not all(map(self.is_our_fake, tensors)):
+        if func._schema.is_mutable or size > _MOST_BYTES or not all(map(self.mode.is_our_fake, tensors)):
             return None
         device = tensors[0].device if tensors else torch.device("cpu")
 
@@ -113,7 +116,7 @@ class Fakes(FakeTensorMode):  # type: ignore[misc]
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            with self:
+            with self.mode:
                 return torch.empty_strided(
                     leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
                 )

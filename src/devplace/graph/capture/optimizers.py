@@ -272,7 +272,11 @@ def make_update(
                     f"this model's parameters (after wrapping or moving it)."
                 )
             if param.is_complex():
-                raise CaptureError(f"Complex parameters are not supported: {name!r}. Freeze it.")
+                raise CaptureError(
+                    f"Trained parameters must be real: {name!r} is {_dtype(param)}. Keep it as a real "
+                    f"one (torch.view_as_real) and use torch.view_as_complex of it in forward, or "
+                    f"freeze it."
+                )
             if param.is_inference():
                 raise CaptureError(
                     f"Parameters made under torch.inference_mode cannot be trained: {name!r} is "
@@ -281,6 +285,10 @@ def make_update(
             start = _steps_taken(optimizer.state.get(param, {}))
             rules[name] = UpdateRule(kind, index, start, options)
     return Update(type(optimizer).__name__, _with_cohorts(rules), len(optimizer.param_groups))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _with_cohorts(rules: Mapping[str, UpdateRule]) -> dict[str, UpdateRule]:

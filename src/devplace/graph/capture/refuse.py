@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
+from devplace.graph.capture.batch import Batch
+from devplace.graph.capture.eagerly import NotTried, eager_error
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.tags import Tagger, describe_place, is_user_file
@@ -55,11 +57,18 @@ def unwrap(model: Any) -> torch.nn.Module:
     return model
 
 
-def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
-    """The error to raise instead of `error`, which a trace raised."""
+class GradientsNeeded(CaptureError):
+    """The model takes a derivative of something that does not require gradients."""
+
+
+def explain(error: Exception | SystemExit, step: Step) -> CaptureError:
+    """The error to raise instead of `error`, which a trace of a step raised."""
     if isinstance(error, CaptureError):
         return error
-    module, line, owner = locate(error.__traceback__, tagger)
+    module, line, owner = locate(error.__traceback__, step.tagger)
+    newest = step.tagger.newest
+    if not line and newest is not None and newest.stage == "backward" and newest.line:
+        module, line = newest.module, newest.line  # of the forward op that is differentiated
     where = describe_place(module, line)
     name, text = type(error).__name__, str(error)
     if _SHAPE in name or "DynamicOutputShape" in text:
@@ -86,10 +95,55 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
             "Backward and the update belong to the step: the loss function runs backward itself. "
             "Let loss_fn return the loss alone."
         )
-    first = text.strip().splitlines()[0].rstrip(".") if text.strip() else "no message"
+    if "does not require grad" in text:
+        return GradientsNeeded(
+            f"A derivative needs an input that requires gradients: at {where} one is taken of "
+            f"something that does not. Call x.requires_grad_() in forward, or on the example input."
+        )
+    return _unknown(error, where, step)
+
+
+def _unknown(error: BaseException, where: str, step: Step) -> CaptureError:
+    """Error for what has no rule of its own: is it the step's fault, or that of capture?"""
+    what = f"at {where}: {_first_line(error)}"
+    try:
+        eager = eager_error(step)
+    except NotTried as reason:
+        return CaptureError(
+            f"The step failed while it was captured {what}. Whether it runs eagerly is not known: "
+            f"{reason}. Run it once on the example inputs."
+        )
+    if eager is not None:
+        return CaptureError(
+            f"The step must run on the example inputs: eager mode fails, too: "
+            f"{_first_line(eager)}. Capture failed {what}."
+        )
+    if step.request.batch.sizes:
+        return _not_in_chunks(what, step.request.batch)
     return CaptureError(
-        f"The step failed while it was captured at {where}: {name}: {first}. Check that it runs "
-        f"eagerly on the example inputs."
+        f"The step runs eagerly, but cannot be captured {what}. Do there without values, in other "
+        f"tensor operations."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+
+
+def _not_in_chunks(what: str, batch: Batch) -> CaptureError:
+    """Error for a batch that is right as a whole; what was not cut is the likely reason."""
+    rows = sum(batch.sizes)
+    whole = [
+        f"{name!r} of shape {list(leaf.shape)}"
+        for name, leaf, is_cut in zip(batch.names, batch.leaves, batch.cut, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not is_cut
+    ]
+    said = f"not cut, as they have not {rows} rows, are {', '.join(whole)}" if whole else "all are cut"
+    return CaptureError(
+        f"The step runs eagerly on the whole batch, but not on its micro-batches: inputs are cut "
+        f"along dim 0; {said}. It failed {what}. Put the batch first in every input that has it, "
+        f"or use micro_batches=1."
     )
 
 

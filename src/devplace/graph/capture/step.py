@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import results
-from devplace.graph.capture.assigned import data_written, refuse_other_buffers
+from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
+from devplace.graph.capture.fakes import Fakes
 from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.outside import find_outside, left_alone
@@ -66,6 +67,8 @@ class Request:
         stack_gradients: Whether products of a weight's gradient are stacked.
         fuse: Whether the step is made ready to be fused.
         stack_inputs: Whether products of inputs with one weight are made one.
+        has_gradients: Whether operations can be differentiated: in training, and where the model
+            itself takes derivatives by its inputs.
     """
 
     model: torch.nn.Module
@@ -83,6 +86,7 @@ class Request:
     stack_gradients: bool = False
     fuse: bool = False
     stack_inputs: bool = False
+    has_gradients: bool = False
 
 
 @dataclass
@@ -97,6 +101,7 @@ class Step:
         left: Tensors of the trace in `host_state`, which are further outputs, with what stands
             for them there.
         changing: `id` of variables that running it changes.
+        fakes: The mode of its fake tensors.
     """
 
     request: Request
@@ -110,6 +115,7 @@ class Step:
     host_state: list[tuple[Variable, Any]] = field(default_factory=list)
     left: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     changing: set[int] = field(default_factory=set)
+    fakes: Fakes = field(default_factory=Fakes)
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
@@ -158,6 +164,7 @@ class Step:
             unchanged(modules),
             self.reads.followed(),
             data_written(sources),
+            masks_written(),
         ):
             slots = Slots(model, self.request.sources, self.outside.modules.values())
             slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
@@ -257,13 +264,11 @@ class Step:
     def _run(
         self, given: dict[str, dict[Any, torch.Tensor]]
     ) -> tuple[Tensors, dict[str, torch.Tensor]]:
-        if self.request.mode == "inference":
-            with torch.no_grad():
+        with torch.set_grad_enabled(self.request.has_gradients):
+            if self.request.mode == "inference":
                 return self._infer(given["input"]), {}
-        wanted = self._differentiated(given["parameter"])
-        chunks = self._chunks(given["input"])
-        grad_mode = torch.enable_grad if self.request.mode == "train" else torch.no_grad
-        with grad_mode():
+            wanted = self._differentiated(given["parameter"])
+            chunks = self._chunks(given["input"])
             first = self._forward(0, chunks[0])
             if first[1] is not None:
                 loss, grads = self._weighted(chunks, first, wanted)
@@ -302,6 +307,15 @@ class Step:
             context = torch.autocast(self.request.device_type, dtype=dtype)
         with context:
             return self.request.call(*args, **kwargs)
+
+    def run_eagerly(self) -> None:
+        """Run forward and backward on the example batch, with the values that are there."""
+        with torch.set_grad_enabled(self.request.has_gradients):
+            returned = self._call(self.request.batch.leaves)
+            wanted = self._differentiated(self.request.sources.parameters)
+            if wanted:
+                loss, _ = split_loss(returned)
+                torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
 
     def _forward(self, index: int, leaves: list[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.tagger.stage = "forward"

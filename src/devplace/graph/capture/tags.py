@@ -15,8 +15,10 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import is_random
 from devplace.graph.capture.draws import Draws
+from devplace.graph.capture.writes import write_node
 from devplace.graph.graph import Stage
 
 UNKNOWN = "?"
@@ -80,6 +82,14 @@ def describe_place(module: str | None, line: str) -> str:
     return f"{shown} ({line})" if line else shown
 
 
+def _control_flow(target: Any, where: str) -> CaptureError:
+    return CaptureError(
+        f"Control flow as an operator cannot be placed: {where} runs torch's {target.name()!r}, "
+        f"whose sub-graphs run as values decide. Compute both branches and take torch.where of "
+        f"them, or decide outside the step."
+    )
+
+
 class Tagger:
     """Tags every node of a trace.
 
@@ -96,6 +106,7 @@ class Tagger:
         self.owner: str | None = None
         self.fixed: Tag | None = None
         self.draws = Draws()
+        self.newest: Tag | None = None
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
         self._by_sequence: dict[int, Tag] = {}
@@ -157,10 +168,17 @@ class Tagger:
         """Make `tracer` tag each node it creates."""
         create = tracer.create_node
 
-        def create_node(*args: Any, **kwargs: Any) -> Any:
-            node = create(*args, **kwargs)
+        def create_node(
+            kind: str, target: Any, args: Any = (), kwargs: Any = None, *rest: Any, **options: Any
+        ) -> Any:
+            if isinstance(target, torch._ops.HigherOrderOperator):
+                raise _control_flow(target, describe_place(self.current_module, user_line()))
+            other = write_node(create_node, kind, target, args, kwargs or {})
+            if other is not None:
+                return other
+            node = create(kind, target, args, kwargs, *rest, **options)
             tag = self.tag()
-            node.meta["tag"] = tag
+            node.meta["tag"] = self.newest = tag
             if self.fixed is None and is_random(node):
                 node.meta["tag"] = tag._replace(draw=self._draw(tag))
             self._count += 1
