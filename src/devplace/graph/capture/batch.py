@@ -73,6 +73,40 @@ def _is_plain_dataclass(value: Any) -> bool:
     return not isinstance(value, (list, tuple, Mapping))
 
 
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of any class that keeps tensors in its attributes."""
+    known = (*_PLAIN, type, torch.Tensor, torch.nn.Module, types.FunctionType, types.MethodType)
+    is_other = not isinstance(value, known) and type(value) not in pytree.SUPPORTED_NODES
+    if not is_other or isinstance(value, (list, tuple, Mapping)) or hasattr(value, "__array__"):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict and _holds_tensors(value)
+
+
+def open_objects(tree: Any) -> Any:
+    """As `open_dataclasses`, and objects of other classes that hold tensors, such as caches."""
+    inside: list[Any] = []
+
+    def is_leaf(value: Any) -> bool:
+        return _is_plain_dataclass(value) or _is_object(value)
+
+    def visit(leaf: Any) -> Any:
+        is_known = any(leaf is each for each in inside)  # an object that holds itself
+        if is_known or not is_leaf(leaf):
+            return leaf
+        if _is_plain_dataclass(leaf):
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        else:
+            fields = {}
+        fields |= getattr(leaf, "__dict__", {})
+        keys = tuple(leaf) if isinstance(leaf, dict) else ()
+        inside.append(leaf)
+        opened = {n: pytree.tree_map(visit, v, is_leaf=is_leaf) for n, v in fields.items()}
+        inside.pop()
+        return Record(type(leaf), opened, keys)
+
+    return pytree.tree_map(visit, tree, is_leaf=is_leaf)
+
+
 def open_dataclasses(tree: Any) -> Any:
     """Replace dataclass instances by nodes torch's pytree knows; unflattening restores them."""
 

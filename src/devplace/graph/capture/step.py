@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import results
 from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
-from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
+from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_objects
 from devplace.graph.capture.fakes import Fakes
 from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
 from devplace.graph.capture.optimizers import Update
@@ -340,7 +340,7 @@ class Step:
     def _infer(self, inputs: dict[int, torch.Tensor]) -> Tensors:
         chunks = self._chunks(inputs)
         self.tagger.micro_batch = 0
-        tree = open_dataclasses(self._call(chunks[0]))
+        tree = open_objects(self._call(chunks[0]))
         values, self.output_spec = pytree.tree_flatten(tree)
         heads: Tensors = []
         leaves: list[Any] = []
