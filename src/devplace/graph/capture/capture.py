@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from devplace.graph.capture.refuse import (
     unwrap,
 )
 from devplace.graph.capture.same import is_same_step, reads_array
+from devplace.graph.capture.several import as_one
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
@@ -54,7 +55,7 @@ def capture(
     model: torch.nn.Module,
     example_inputs: Any = (),
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     micro_batches: int = 1,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -82,7 +83,8 @@ def capture(
         loss_fn: `loss_fn(model, *args, **kwargs)` gives a scalar, or `(loss_sum, weight)`; a torch
             loss such as `F.cross_entropy` or `nn.MSELoss()` is applied to the model's output and
             the last positional input. Without it, the model must return the loss or have `.loss`.
-        optimizer: torch.optim SGD, Adam or AdamW over parameters of the model.
+        optimizer: One of torch.optim that takes dense gradients, over parameters of the model; or
+            a list of several, each over its own.
         micro_batches: Number of chunks the batch is cut into along dim 0. The loss is the mean over
             rows, or with `(loss_sum, weight)` the sum of sums over the sum of weights.
         example_kwargs: Further keyword inputs.
@@ -113,7 +115,7 @@ def capture(
     Complexity: Linear, about 1 ms of CPU per op.
     """
     with _one_at_a_time:
-        model = unwrap(model)
+        model, optimizer = unwrap(model), as_one(optimizer)
         request = _request(
             model,
             loss_fn,
@@ -344,6 +346,15 @@ def _make_fusible(graph: torch.fx.Graph, step: Step) -> None:
     clean(graph)
 
 
+def _fake_state(request: Request, entry: Input, device: str) -> torch.Tensor:
+    param = request.sources.parameters[entry.key]
+    assert request.update is not None
+    fresh = request.update.rules[entry.key].fresh_of(str(entry.slot), param)
+    if fresh.shape == tuple(param.shape):
+        return torch.empty_like(param, dtype=fresh.dtype, device=device)
+    return torch.empty(fresh.shape, dtype=fresh.dtype, device=device)
+
+
 def _fakes(step: Step) -> list[torch.Tensor]:
     """Fake tensors for the step's inputs, laid out in memory as the real ones."""
     request = step.request
@@ -362,7 +373,7 @@ def _fakes(step: Step) -> list[torch.Tensor]:
             elif entry.kind == "buffer":
                 flat.append(fake(sources.buffers[entry.key]))
             elif entry.kind == "state":
-                flat.append(torch.empty_like(sources.parameters[entry.key], device=device))
+                flat.append(_fake_state(request, entry, device))
             elif entry.kind == "constant":
                 flat.append(fake(sources.hollow[entry.key]))
             elif entry.kind == "input":

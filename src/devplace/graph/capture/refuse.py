@@ -15,6 +15,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
 from devplace.graph.capture.batch import Batch
 from devplace.graph.capture.eagerly import NotTried, eager_error
+from devplace.graph.capture.several import each_of
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.tags import Tagger, describe_place, is_user_file
@@ -228,11 +229,12 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], optimizer: Any) -> None
                 f"module; clip_grad_norm clips all gradients."
             )
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, each, None) for each in hooks):
-        raise CaptureError(
-            f"Hooks of an optimizer's step cannot be captured: this {type(optimizer).__name__} has "
-            f"one. Remove it, and call what it does after each step."
-        )
+    for one in each_of(optimizer):
+        if any(getattr(one, each, None) for each in hooks):
+            raise CaptureError(
+                f"Hooks of an optimizer's step cannot be captured: this {type(one).__name__} has "
+                f"one. Remove it, and call what it does after each step."
+            )
 
 
 def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
