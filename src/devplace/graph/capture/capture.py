@@ -25,7 +25,7 @@ from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.padding import pad_products
 from devplace.graph.capture.recompute import recompute
 from devplace.graph.capture.refuse import (
-    GradientsNeeded,
+    GradientsNeededError,
     explain,
     refuse_hidden_state,
     refuse_hooks,
@@ -145,7 +145,7 @@ def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx
         flat = _fakes(step)
         try:
             gm = _trace(step, flat, tagger)
-        except GradientsNeeded:
+        except GradientsNeededError:
             if request.has_gradients:
                 raise
             return _traced(replace(request, has_gradients=True), progress)

@@ -29,7 +29,8 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 def draw_by_counter(graph: torch.fx.Graph) -> bool:
     """Replace random ops by plain ops that compute the same distribution from a counter.
 
-    Of element `i`, in the order of a contiguous tensor, of the op that draws at position `k`, the 32 random bits are `mix(mix(i ^ keys[k, 0]) ^ keys[k, 1])` in wrapping int32, where
+    Of element `i`, in the order of a contiguous tensor, of the op that draws at position `k`, the
+    32 random bits are `mix(mix(i ^ keys[k, 0]) ^ keys[k, 1])` in wrapping int32, where
     `mix` is the finaliser of MurmurHash3 (Appleby, 2011, https://github.com/aappleby/smhasher).
     Keys are the graph's last placeholder, so ops that draw alike are equal but for what they read.
 

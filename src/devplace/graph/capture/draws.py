@@ -31,7 +31,7 @@ class Draws:
         Raises:
             CaptureError: The generator has been seeded, or put into a state of before the trace.
         """
-        position = torch.default_generator.initial_seed() - _FIRST
+        position: int = torch.default_generator.initial_seed() - _FIRST
         if not 0 <= position <= self._count:
             raise CaptureError(
                 f"The step must not seed torch's generator: {where} draws under a seed set in the "

@@ -13,7 +13,7 @@ from devplace.graph.capture.step import Step
 _MOST_BYTES = 1 << 32  # of parameters and buffers, of which copies are made
 
 
-class NotTried(Exception):
+class NotTriedError(Exception):
     """Why a step was not run."""
 
 
@@ -24,31 +24,26 @@ def eager_error(step: Step) -> Exception | SystemExit | None:
         What it raised, or None if it runs.
 
     Raises:
-        NotTried: The model or the batch has no values, or is large.
+        NotTriedError: The model or the batch has no values, or is large.
     """
     request = step.request
     sources = list(request.sources.all.values())
     tensors = [*sources, *(t for t in request.batch.leaves if isinstance(t, torch.Tensor))]
     if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
-        raise NotTried("model or inputs have no values")
+        raise NotTriedError("model or inputs have no values")
     if sum(t.numel() * t.element_size() for t in sources) > _MOST_BYTES:
-        raise NotTried("the model is large")
+        raise NotTriedError("the model is large")
     modules = [*request.model.modules(), *step.outside.modules.values()]
     with _disable_current_modes(), left_alone(step.outside), unchanged(modules):
         held = [v for m in modules for v in vars(m).values() if isinstance(v, torch.Tensor)]
-        kept = [(t, _version(t), t.detach().clone()) for t in (*sources, *held)]
+        kept = [(t, t.detach().clone()) for t in (*sources, *held)]
         try:
             step.run_eagerly()
         except (Exception, SystemExit) as error:
             return error
         finally:
             with torch.no_grad():
-                for tensor, version, value in kept:
-                    if _version(tensor) != version:
+                for tensor, value in kept:
+                    if not torch.equal(tensor, value):  # norms write without counting it
                         tensor.copy_(value)
     return None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to."""
-    return 0 if tensor.is_inference() else tensor._version

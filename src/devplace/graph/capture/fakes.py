@@ -79,7 +79,11 @@ class Fakes:
         """That of a random number in [0, 1) with a limit outside: a layer dropped at rate 0."""
         slot: Any = None if self.tracer is None else get_proxy_slot(tensor, self.tracer, None)
         node = None if slot is None else _origin(slot.proxy.node)
-        if node is None or node.target not in _DECIDED or not isinstance(node.args[1], (int, float)):
+        if (
+            node is None
+            or node.target not in _DECIDED
+            or not isinstance(node.args[1], (int, float))
+        ):
             return None
         is_uniform = _origin(node.args[0]).target in _UNIFORM
         return _DECIDED[node.target](node.args[1]) if is_uniform else None
@@ -89,7 +93,11 @@ class Fakes:
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         size = sum(t.numel() * t.element_size() for t in tensors)
-        if func._schema.is_mutable or size > _MOST_BYTES or not all(map(self.mode.is_our_fake, tensors)):
+        if (
+            func._schema.is_mutable
+            or size > _MOST_BYTES
+            or not all(map(self.mode.is_our_fake, tensors))
+        ):
             return None
         device = tensors[0].device if tensors else torch.device("cpu")
 
@@ -103,8 +111,11 @@ class Fakes:
 
         with _disable_current_modes():
             given, named = pytree.tree_map(real, (tuple(args), dict(kwargs)))
-            memories = {t.untyped_storage()._cdata for t in pytree.tree_leaves((given, named))
-                        if isinstance(t, torch.Tensor)}
+            memories = {
+                t.untyped_storage()._cdata
+                for t in pytree.tree_leaves((given, named))
+                if isinstance(t, torch.Tensor)
+            }
             try:
                 made = func(*given, **named)
             except Exception:

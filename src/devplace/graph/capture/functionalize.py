@@ -63,7 +63,9 @@ def _functional_variant(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
     if namespace != "aten" or not name.endswith("_") or not hasattr(aten, name[:-1]):
         return None
     packet, mine = getattr(aten, name[:-1]), target._schema.arguments
-    overloads = [getattr(packet, each) for each in packet.overloads()]  # pow_.Scalar has another name
+    overloads = [
+        getattr(packet, each) for each in packet.overloads()
+    ]  # pow_.Scalar has another name
     other = next((each for each in overloads if _takes_alike(each._schema, mine)), None)
     if other is None or other._schema.is_mutable or len(other._schema.returns) != 1:
         return None

@@ -1,7 +1,7 @@
 """Optimizers of torch.optim as functions of tensors.
 
-SGD, Adam and AdamW are written here as their single-tensor path in torch.optim, except that
-everything which depends on the learning rate or on the step number enters as a 0-dim float64 tensor.
+SGD, Adam and AdamW are written here as their single-tensor path in torch.optim, except that all
+that depends on the learning rate or on the step number enters as a 0-dim float64 tensor.
 Of the others the path itself is traced (`own_step`).
 """
 
@@ -276,6 +276,7 @@ def make_update(
         CaptureError: Another optimizer, or one over tensors which are not the model's parameters.
     """
     rules: dict[str, UpdateRule] = {}
+    known: dict[Any, dict[str, Fresh]] = {}
     groups = [(one, group) for one in each_of(optimizer) for group in _kind_and_groups(one)[1]]
     for index, (one, group) in enumerate(groups):
         kind, _ = _kind_and_groups(one)
@@ -290,8 +291,8 @@ def make_update(
                 )
             if param.is_complex():
                 raise CaptureError(
-                    f"Trained parameters must be real: {name!r} is {_dtype(param)}. Keep it as a real "
-                    f"one (torch.view_as_real) and use torch.view_as_complex of it in forward, or "
+                    f"Trained parameters must be real: {name!r} is {_dtype(param)}. Keep it as a "
+                    f"real one (torch.view_as_real) and use torch.view_as_complex of it in forward, or "
                     f"freeze it."
                 )
             if param.is_inference():
@@ -305,8 +306,10 @@ def make_update(
                     f"Take it out of all but one."
                 )
             start = _steps_taken(one.state.get(param, {}))
-            fresh = fresh_state(kind, options, param) if kind in KINDS else {}
-            rules[name] = UpdateRule(kind, index, start, options, fresh=fresh)
+            alike = index, tuple(param.shape), param.dtype
+            if kind in KINDS and alike not in known:
+                known[alike] = fresh_state(kind, options, param)
+            rules[name] = UpdateRule(kind, index, start, options, fresh=known.get(alike, {}))
     return Update(kind_of(optimizer), _with_cohorts(rules), len(groups))
 
 
@@ -321,11 +324,13 @@ def _kind_and_groups(optimizer: Any) -> tuple[str, list[dict[str, Any]]]:
     kind = kinds.get(type(optimizer))
     if kind is not None:
         return kind, optimizer.param_groups
-    got = optimizer if isinstance(optimizer, (str, type)) else type(optimizer).__name__
-    reason = _REFUSED.get(type(optimizer), "that is no class of torch.optim")
+    is_made = not isinstance(optimizer, (str, type))
+    got = type(optimizer).__name__ if is_made else optimizer
+    known = ", ".join(sorted(each.__name__ for each in kinds))
+    reason = _REFUSED.get(type(optimizer), "it is no class of torch.optim, whose update is known")
     raise CaptureError(
-        f"The optimizer must be an instance of torch.optim with dense gradients, got {got!r}: "
-        f"{reason}. Take one of {', '.join(sorted(each.__name__ for each in kinds))} over "
+        f"The optimizer must be an instance of one of torch.optim's that take dense gradients "
+        f"({known}), got {got!r}{f': {reason}' if is_made else ''}. Build one of these over "
         f"model.parameters(), or capture without an optimizer."
     )
 

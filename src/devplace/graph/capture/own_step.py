@@ -141,11 +141,17 @@ def _chosen(of_tensors: Any, of_numbers: Any, *both: Any) -> Any:
     known = next((each for each in both if isinstance(each, torch.Tensor)), None)
     if known is None:
         return of_numbers(*both)
-    return of_tensors(*(torch.as_tensor(each, dtype=known.dtype, device=known.device)
-                        if not isinstance(each, torch.Tensor) else each for each in both))
+    return of_tensors(
+        *(
+            torch.as_tensor(each, dtype=known.dtype, device=known.device)
+            if not isinstance(each, torch.Tensor)
+            else each
+            for each in both
+        )
+    )
 
 
-class _Numbers(TorchFunctionMode):
+class _Numbers(TorchFunctionMode):  # type: ignore[misc]
     """Takes 0-dim float64 tensors where torch's code has numbers, and as precisely.
 
     With tensors of 16 bits a kernel computes in 32 bits if it is given numbers, but would round

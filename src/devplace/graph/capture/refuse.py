@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import mutates, view_bases
 from devplace.graph.capture.batch import Batch
-from devplace.graph.capture.eagerly import NotTried, eager_error
+from devplace.graph.capture.eagerly import NotTriedError, eager_error
 from devplace.graph.capture.several import each_of
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
@@ -58,7 +58,7 @@ def unwrap(model: Any) -> torch.nn.Module:
     return model
 
 
-class GradientsNeeded(CaptureError):
+class GradientsNeededError(CaptureError):
     """The model takes a derivative of something that does not require gradients."""
 
 
@@ -97,7 +97,7 @@ def explain(error: Exception | SystemExit, step: Step) -> CaptureError:
             "Let loss_fn return the loss alone."
         )
     if "does not require grad" in text:
-        return GradientsNeeded(
+        return GradientsNeededError(
             f"A derivative needs an input that requires gradients: at {where} one is taken of "
             f"something that does not. Call x.requires_grad_() in forward, or on the example input."
         )
@@ -109,15 +109,15 @@ def _unknown(error: BaseException, where: str, step: Step) -> CaptureError:
     what = f"at {where}: {_first_line(error)}"
     try:
         eager = eager_error(step)
-    except NotTried as reason:
+    except NotTriedError as reason:
         return CaptureError(
             f"The step failed while it was captured {what}. Whether it runs eagerly is not known: "
             f"{reason}. Run it once on the example inputs."
         )
     if eager is not None:
         return CaptureError(
-            f"The step must run on the example inputs: eager mode fails, too: "
-            f"{_first_line(eager)}. Capture failed {what}."
+            f"The step fails eagerly, too, at {where}: {_first_line(eager)}. Make it run on the "
+            f"example inputs first."
         )
     if step.request.batch.sizes:
         return _not_in_chunks(what, step.request.batch)
@@ -140,7 +140,9 @@ def _not_in_chunks(what: str, batch: Batch) -> CaptureError:
         for name, leaf, is_cut in zip(batch.names, batch.leaves, batch.cut, strict=True)
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not is_cut
     ]
-    said = f"not cut, as they have not {rows} rows, are {', '.join(whole)}" if whole else "all are cut"
+    said = (
+        f"not cut, as they have not {rows} rows, are {', '.join(whole)}" if whole else "all are cut"
+    )
     return CaptureError(
         f"The step runs eagerly on the whole batch, but not on its micro-batches: inputs are cut "
         f"along dim 0; {said}. It failed {what}. Put the batch first in every input that has it, "
@@ -298,12 +300,12 @@ def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
         CaptureError: Names the parameter; there it would be a constant without a gradient.
     """
     sources = step.request.sources.parameters
-    owners = {sources[name].untyped_storage()._cdata: name for name in step.trained}
+    owners = {memory(sources[name]): name for name in step.trained}
     for node in gm.graph.nodes:
         value = getattr(gm, node.target) if node.op == "get_attr" else None
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             continue
-        name = owners.get(value.untyped_storage()._cdata)
+        name = owners.get(memory(value))
         if name is not None:
             tag = node.meta["tag"]
             raise CaptureError(

@@ -189,7 +189,9 @@ class Tagger:
         tracer.create_node = create_node
 
     def _draw(self, tag: Tag) -> int:
-        return self.draws.take(describe_place(None if tag.module == UNKNOWN else tag.module, tag.line))
+        return self.draws.take(
+            describe_place(None if tag.module == UNKNOWN else tag.module, tag.line)
+        )
 
 
 def resolve_unknown(graph: torch.fx.Graph) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._guards import detect_fake_mode
 
-Node = torch.fx.Node
+Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
 _NAMESPACE = "devplace"
 _library: Any = None
@@ -18,8 +18,8 @@ _library: Any = None
 def write_node(create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any) -> Any:
     """Make a node of a trace by others, if it is one of these; else None.
 
-    `x.random_(low, high)` becomes `x.random_(high - low).add_(low)`: an argument called `from` is no
-    Python. A custom operator that writes arguments becomes one that gives their new values, and
+    `x.random_(low, high)` becomes `x.random_(high - low).add_(low)`: an argument called `from` is
+    no Python. A custom operator that writes arguments becomes one that gives their new values, and
     copies of these.
 
     Args:
@@ -55,7 +55,9 @@ def _returns_written(target: Any) -> bool:
 def _written(target: Any) -> list[int]:
     """Places of the arguments that an operator writes."""
     arguments = target._schema.arguments
-    return [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return [
+        k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
 
 
 def _custom(create: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,9 @@ class RandomOps:
         seed: The user's seed.
     """
 
-    def __init__(self, positions: Mapping[str, int], used: set[str], device: Any, seed: int) -> None:
+    def __init__(
+        self, positions: Mapping[str, int], used: set[str], device: Any, seed: int
+    ) -> None:
         self._device = device
         self._seed = seed
         self._positions = {name: k for name, k in positions.items() if name in used}
