@@ -114,6 +114,8 @@ def _make(name: str, kind: str, over: dict[str, Any]) -> Case:
 
     model_kind = getattr(transformers, name)
     config = _config(model_kind.config_class, over)
+    if kind == "seq2seq":
+        config.decoder_start_token_id = config.pad_token_id = 0
     for key in list(vars(config)):
         is_rate = "drop" in key and isinstance(getattr(config, key), float)
         if is_rate:

@@ -289,17 +289,7 @@ def make_update(
                     f"{tuple(param.shape)} in group {index} is not in it. Build the optimizer from "
                     f"this model's parameters (after wrapping or moving it)."
                 )
-            if param.is_complex():
-                raise CaptureError(
-                    f"Trained parameters must be real: {name!r} is {_dtype(param)}. Keep it as a "
-                    f"real one (torch.view_as_real) and use torch.view_as_complex of it in forward, or "
-                    f"freeze it."
-                )
-            if param.is_inference():
-                raise CaptureError(
-                    f"Parameters made under torch.inference_mode cannot be trained: {name!r} is "
-                    f"one. Make the model outside of it."
-                )
+            _refuse_parameter(name, param)
             if name in rules:
                 raise CaptureError(
                     f"A parameter must be trained by one optimizer: {name!r} is in several groups. "
@@ -311,6 +301,21 @@ def make_update(
                 known[alike] = fresh_state(kind, options, param)
             rules[name] = UpdateRule(kind, index, start, options, fresh=known.get(alike, {}))
     return Update(kind_of(optimizer), _with_cohorts(rules), len(groups))
+
+
+def _refuse_parameter(name: str, param: torch.Tensor) -> None:
+    """Refuse what cannot be trained: complex numbers, and tensors of inference mode."""
+    if param.is_complex():
+        raise CaptureError(
+            f"Trained parameters must be real: {name!r} is {_dtype(param)}. Keep it as a "
+            f"real one (torch.view_as_real) and use torch.view_as_complex of it in forward, or "
+            f"freeze it."
+        )
+    if param.is_inference():
+        raise CaptureError(
+            f"Parameters made under torch.inference_mode cannot be trained: {name!r} is "
+            f"one. Make the model outside of it."
+        )
 
 
 def _kind_and_groups(optimizer: Any) -> tuple[str, list[dict[str, Any]]]:

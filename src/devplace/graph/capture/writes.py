@@ -74,7 +74,7 @@ def _custom(create: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> 
     first, written = len(target._schema.returns), _written(target)
     is_one = first + len(written) == 1
     for index, place in enumerate(written):
-        if isinstance(ordered[place], Node):
+        if isinstance(ordered[place], torch.fx.Node):
             part = call
             if not is_one:
                 part = create("call_function", operator.getitem, (call, first + index), {})
