@@ -272,6 +272,28 @@ def test_operators_that_write_their_arguments_at_inference() -> None:
     assert torch.equal(model.total, other.total)
 
 
+@torch.library.custom_op("devplace_right::spread", mutates_args={"outs"})
+def spread(x: torch.Tensor, outs: list[torch.Tensor]) -> None:
+    """x in each."""
+    for out in outs:
+        out.copy_(x)
+
+
+def test_an_operator_that_writes_a_list_is_refused_by_name() -> None:
+    """Its parts would be written in vain."""
+
+    class Spreads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            spread(x, [out])
+            return out
+
+    with pytest.raises(
+        dp.errors.CaptureError, match=r"devplace_right\.spread\.default at the model"
+    ):
+        dp.capture(Spreads(), torch.zeros(2))
+
+
 def test_a_learned_value_put_where_a_mask_is_true() -> None:
     """Its gradient has no shape that depends on values."""
 

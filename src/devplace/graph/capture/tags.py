@@ -173,7 +173,8 @@ class Tagger:
         ) -> Any:
             if isinstance(target, torch._ops.HigherOrderOperator):
                 raise _control_flow(target, describe_place(self.current_module, user_line()))
-            other = write_node(create_node, kind, target, args, kwargs or {})
+            where = describe_place(self.current_module, "")
+            other = write_node(create_node, kind, target, args, kwargs or {}, where)
             if other is not None:
                 return other
             node = create(kind, target, args, kwargs, *rest, **options)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+import torch.utils._pytree as pytree
 from torch._guards import detect_fake_mode
+
+from devplace.errors import CaptureError
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -15,7 +19,9 @@ _NAMESPACE = "devplace"
 _library: Any = None
 
 
-def write_node(create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+def write_node(
+    create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any, where: str
+) -> Any:
     """Make a node of a trace by others, if it is one of these; else None.
 
     `x.random_(low, high)` becomes `x.random_(high - low).add_(low)`: an argument called `from` is
@@ -25,14 +31,35 @@ def write_node(create: Callable[..., Any], kind: str, target: Any, args: Any, kw
     Args:
         create: Makes a node, as `torch.fx.Tracer.create_node`.
         kind, target, args, kwargs: Of the node that is wanted.
+        where: Where it is made, for messages.
+
+    Raises:
+        CaptureError: A custom operator writes or gives lists, or writes what is no input of the step.
     """
     if kind != "call_function":
         return None
     if target is getattr(aten.random_, "from"):
         return _random(create, *args, **kwargs)
     if isinstance(target, torch._ops.OpOverload) and _is_custom(target):
+        _refuse_lists(target, args, kwargs, where)
         return _custom(create, target, args, kwargs)
     return None
+
+
+def _refuse_lists(target: Any, args: Any, kwargs: Any, where: str) -> None:
+    schema = target._schema
+    kinds = [str(schema.arguments[k].type) for k in _written(target)]
+    kinds += [str(each.type) for each in schema.returns]
+    is_plain = all(kind in ("Tensor", "Optional[Tensor]") for kind in kinds)
+    if is_plain and not _returns_written(target):
+        nodes = [n for n in pytree.tree_leaves((args, kwargs)) if isinstance(n, torch.fx.Node)]
+        if all("val" in node.meta for node in nodes):
+            return
+    raise CaptureError(
+        f"A custom operator that writes its arguments can be captured if these, and what it returns, "
+        f"are different tensors of the step: {target} at {where} writes or gives lists, gives what it "
+        f"writes, or is given a tensor made outside. Let it return new tensors, and copy them."
+    )
 
 
 def _random(create: Callable[..., Any], x: Node, low: int, high: int | None, **rest: Any) -> Any:
@@ -45,7 +72,7 @@ def _random(create: Callable[..., Any], x: Node, low: int, high: int | None, **r
 
 def _is_custom(target: Any) -> bool:
     is_torchs = target.namespace in ("aten", "prims", "prim", _NAMESPACE)
-    return not is_torchs and target._schema.is_mutable and not _returns_written(target)
+    return not is_torchs and target._schema.is_mutable
 
 
 def _returns_written(target: Any) -> bool:
@@ -97,18 +124,25 @@ def functional(target: Any) -> Any:
         _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
     if not hasattr(getattr(torch.ops, _NAMESPACE), name):
         schema, written = target._schema, _written(target)
-        arguments = [_declared(each) for each in schema.arguments]
+        arguments = _declared(schema)
         first_named = next((k for k, a in enumerate(schema.arguments) if a.kwarg_only), None)
         returned = [str(each.type) for each in schema.returns]
-        returned += [str(schema.arguments[k].type) for k in written]
+        returned += [arguments[k].partition(" ")[0] for k in written]
         _library.define(f"{name}({', '.join(arguments)}) -> ({', '.join(returned)})")
         _library.impl(name, _on_copies(target, written, first_named), "CompositeExplicitAutograd")
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
-def _declared(argument: Any) -> str:
-    """An argument in the language of schemas, as one that is only read."""
-    return f"{argument.type} {argument.name}"
+def _declared(schema: Any) -> list[str]:
+    """The arguments in the language of schemas, all positional, and only read."""
+    text = re.sub(r"\(\w+!?\)|\[.*?(?=\])|=\[[^\]]*\]", _without_content, str(schema))
+    inner = text[text.index("(") + 1 : text.rindex(") ->")]
+    return [part.partition("=")[0] for part in inner.split(", ") if part != "*"]
+
+
+def _without_content(match: re.Match[str]) -> str:
+    """Nothing for an alias mark or a default; a list type keeps its bracket."""
+    return "[" if match.group().startswith("[") else ""
 
 
 def _on_copies(target: Any, written: list[int], first_named: int | None) -> Callable[..., Any]:
