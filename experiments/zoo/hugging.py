@@ -72,8 +72,9 @@ def _config(kind: Any, over: dict[str, Any]) -> Any:
     for base in kind.__mro__:
         known |= set(getattr(base, "__annotations__", {}))
     known |= {name for name in SMALL if hasattr(kind(), name)}
-    small = {name: value for name, value in SMALL.items() if name in known}
-    return kind(**{**small, **over})
+    computed = {name for name in SMALL if isinstance(getattr(kind, name, None), property)}
+    small = {name: value for name, value in SMALL.items() if name in known - computed}
+    return kind(**{name: v for name, v in {**small, **over}.items() if v is not None})
 
 
 def _tokens(rows: int = 2, length: int = 8) -> torch.Tensor:
@@ -101,7 +102,7 @@ def _batch(kind: str) -> dict[str, torch.Tensor]:
         mask[:, ::3] = True
         return {"pixel_values": torch.randn(2, 3, 32, 32).double(), "bool_masked_pos": mask}
     if kind == "audio":
-        return {"input_values": torch.randn(2, 1600).double(), "labels": ints(5, 2)}
+        return {"input_values": torch.randn(2, 1600).double(), "labels": ints(2, 2)}
     if kind == "text":
         return {"input_ids": _tokens()}
     raise ValueError(kind)
@@ -122,7 +123,10 @@ def _make(name: str, kind: str, over: dict[str, Any]) -> Case:
             setattr(config, key, 0.0)
     model = without_dropout(model_kind(config).double()).train()
     batch = _batch(kind)
-    return Case(model, batch, None if "labels" in batch or kind == "masked" else square)
+    loss_fn = None if "labels" in batch or kind == "masked" else square
+    if name in _GROUPED:
+        return Case(model.float(), batch, loss_fn, dtype=torch.float32)
+    return Case(model, batch, loss_fn, draws=name in _DRAWS)
 
 
 _LINES = """
@@ -158,12 +162,20 @@ pixels: ViTMAEForPreTraining DetrForObjectDetection YolosForObjectDetection
 audio: Wav2Vec2ForSequenceClassification HubertForSequenceClassification
 audio: WavLMForSequenceClassification
 """
+_GROUPED = (
+    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
+    *("GptOssForCausalLM", "PhimoeForCausalLM"),
+)
+"""Their experts are grouped products, which have no kernel in float64."""
+_DRAWS = ("ViTMAEForPreTraining",)
+"""They draw what is masked."""
 _OVER: dict[str, dict[str, Any]] = {
     "BloomForCausalLM": {"hidden_size": 32},
     "MptForCausalLM": {"d_model": 32},
     "MobileBertForMaskedLM": {"intra_bottleneck_size": 16, "num_feedforward_networks": 1},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
     "SwinForImageClassification": {
+        "num_layers": None,
         "patch_size": 2,
         "embed_dim": 8,
         "window_size": 4,
@@ -171,6 +183,7 @@ _OVER: dict[str, dict[str, Any]] = {
         "num_heads": [1, 2],
     },
     "Swinv2ForImageClassification": {
+        "num_layers": None,
         "patch_size": 2,
         "embed_dim": 8,
         "window_size": 4,
@@ -271,7 +284,7 @@ _OVER: dict[str, dict[str, Any]] = {
         "decoder_intermediate_size": 48,
     },
     "EsmForMaskedLM": {"position_embedding_type": "rotary", "mask_token_id": 3},
-    "BeitForMaskedImageModeling": {"vocab_size": 67},
+    "BeitForMaskedImageModeling": {"vocab_size": 67, "use_mask_token": True},
 }
 
 

@@ -34,7 +34,7 @@ def write_node(
         where: Where it is made, for messages.
 
     Raises:
-        CaptureError: A custom operator writes or gives lists, or writes what is no input of the step.
+        CaptureError: A custom operator writes or gives lists, or is given what is no tensor of it.
     """
     if kind != "call_function":
         return None
@@ -56,9 +56,10 @@ def _refuse_lists(target: Any, args: Any, kwargs: Any, where: str) -> None:
         if all("val" in node.meta for node in nodes):
             return
     raise CaptureError(
-        f"A custom operator that writes its arguments can be captured if these, and what it returns, "
-        f"are different tensors of the step: {target} at {where} writes or gives lists, gives what it "
-        f"writes, or is given a tensor made outside. Let it return new tensors, and copy them."
+        f"A custom operator that writes its arguments can be captured if these, and what it "
+        f"returns, are different tensors of the step: {target} at {where} writes or gives lists, "
+        f"gives what it writes, or is given a tensor made outside. Let it return new tensors, and "
+        f"copy them."
     )
 
 
