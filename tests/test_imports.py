@@ -22,6 +22,7 @@ USE_TORCH = (
     "cost/inputs",
     "cost/profiled",
     "cost/streams",
+    "cost/sustained",
     "cost/timing",
     "placers/rl/",
     "run/",

@@ -142,6 +142,45 @@ def test_micro_batches_are_tried_as_graphs_of_their_own() -> None:
         assert float(step(*batch)) == pytest.approx(expected, abs=1e-9)
 
 
+def test_micro_batches_are_those_of_the_whole_batch_or_refused() -> None:
+    """Padded labels of a model that gives its own loss; rows that are said; pairs of rows."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            return nn.functional.cross_entropy(self.out(x.transpose(0, 1)), y)
+
+    torch.manual_seed(0)
+    model = Own().double()
+    batch = (torch.randn(4, 6).double(), torch.tensor([0, -100, -100, 1, 2, 0]))
+    options = {**QUICK, "confirm": False, "batch_dims": {0: 1}}
+    with dp.parallelize(model, batch, None, adam(model), micro_batches=2, **options) as step:
+        assert float(step(*batch)) == pytest.approx(float(model(*batch).detach()), abs=1e-9)
+
+    def pairs(m: Any, x: Any, y: Any) -> Any:
+        out = m.out(x.transpose(0, 1))
+        return nn.functional.cross_entropy(out @ out.T, y.clamp(0, 2))
+
+    with pytest.raises(CaptureError, match=r"aten\.mm\.default"):
+        dp.parallelize(model, batch, pairs, adam(model), micro_batches=2, **options)
+    options["micro_batches"] = "auto"
+    with dp.parallelize(model, batch, pairs, adam(model), **options) as step:
+        assert any("2 and more micro-batches not tried" in note for note in step.notes)
+
+
+def test_what_micro_batches_may_change_is_noted() -> None:
+    """Statistics of batch norm, and steps that were not compared."""
+    model, batch, loss = tagger()
+    options = {**QUICK, "confirm": False, "micro_batches": 2}
+    with dp.parallelize(model, batch, loss, adam(model), **options) as step:
+        assert "batch norm takes its statistics over each micro-batch" in str(step)
+    graph = dataclasses.replace(step.graph, meta={**step.graph.meta, "unchecked": "too large"})
+    assert "not compared with the whole batch: too large" in module.in_chunks(graph)[0]
+
+
 def test_batch_norm_keeps_its_batch() -> None:
     """Chunks would change the statistics, so `auto` leaves the batch whole and says so."""
     model, batch, loss = tagger()

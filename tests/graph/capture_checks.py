@@ -60,7 +60,7 @@ class Runner:
 def assert_same_training(
     model: torch.nn.Module,
     batches: Sequence[Any],
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any] | None,
     make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
     *,
     eager_loss: Callable[..., Any] | None = None,

@@ -78,10 +78,11 @@ def test_a_metric_beside_the_loss_is_no_weight(metric: Any) -> None:
 
 
 def test_a_weight_must_be_a_number() -> None:
-    """A dictionary of metrics beside the loss is refused by name."""
+    """A vector or a text beside the loss is refused by what it is."""
     model = net_without_norm()
-    with pytest.raises(CaptureError, match=r"second part is a dict\. Return the loss"):
-        capture(model, batches()[0], lambda m, x, y: (xent(m, x, y), {"a": 1}), sgd(model))
+    for second, message in (("a", "is a str"), (torch.ones(3), r"has shape \(3,\)")):
+        with pytest.raises(CaptureError, match=rf"second part {message}\. Return"):
+            capture(model, batches()[0], lambda m, x, y, s=second: (xent(m, x, y), s), sgd(model))
 
 
 def test_masked_tokens_are_weighted_by_their_number() -> None:
@@ -248,12 +249,3 @@ def test_class_weights_that_are_a_buffer_of_the_model_are_read_there() -> None:
     graph = capture(made, batches(rows=7)[0], model["loss"], sgd(made), micro_batches=3)
     assert "parts.loss.weight" in graph.op_index
     assert not [op for op in graph.ops if op.role == "constant" and op.name.startswith("_tensor")]
-
-
-def test_a_target_that_is_not_cut_is_refused() -> None:
-    """Time first, batch second: chunks of time would be compared with the whole target."""
-    model = nn.Linear(8, 4)
-    x, y = torch.randn(5, 3, 8), torch.randint(0, 4, (3,))
-    message = r"input '0' has 5 rows there, but the target '1' has shape \[3\]"
-    with pytest.raises(CaptureError, match=message):
-        capture(model, (x, y), F.cross_entropy, sgd(model), micro_batches=2)

@@ -71,3 +71,30 @@ def test_the_only_cpu_is_called_cpu() -> None:
     """One CPU is `cpu`; several keep their numbers."""
     assert user_names(["cpu:0", "cuda:0"]) == ["cpu", "cuda:0"]
     assert user_names(["cpu:0", "cpu:1"]) == ["cpu:0", "cpu:1"]
+
+
+def test_tied_parameters_are_listed_under_all_their_names() -> None:
+    """Loaders want a device for every name of a tied weight: that of the weight."""
+    import torch
+    from torch import nn
+
+    import devplace as dp
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.mid = nn.Embedding(50, 32), nn.Linear(32, 32)
+            self.head = nn.Linear(32, 50, bias=False)
+            self.head.weight = self.tok.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.mid(self.tok(x))).sum()
+
+    model = Tied()
+    graph = dp.capture(model, torch.randint(50, (8, 12)), None, torch.optim.SGD(model.parameters()))
+    described = dp.load_machine("p100x2")
+    problem = dp.Problem(graph, described, dp.Analytic()(graph, described), pins={"mid": "cuda:1"})
+    found = device_map(dp.place(problem, dp.placers.Random(), "5ev").plan)
+    for name in model.state_dict():
+        assert sum(covers(path, name) for path in found) == 1
+    assert found.get("head", found.get("")) == found.get("tok", found.get(""))

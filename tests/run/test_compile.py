@@ -415,3 +415,36 @@ def test_a_value_that_cannot_be_fetched_leaves_the_model_as_it_is() -> None:
         step.sync()
     step.close()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_further_outputs_come_back_as_the_loss_function_gives_them(
+    micro_batches: int, is_dict: bool
+) -> None:
+    """`(loss, {name: tensor})` or a dict with `loss`, at every step, with what is no tensor."""
+
+    def both(m: nn.Module, x: torch.Tensor) -> Any:
+        out = m(x)
+        further = {"size": out.abs().mean(), "rows": out, "unit": "mm"}
+        loss = mean_square(m, x)
+        return {**further, "loss": loss} if is_dict else (loss, further)
+
+    model = Clipped()
+    twin = copy.deepcopy(model)
+    optimizer = sgd(list(model.parameters()))
+    data = [(torch.randn(6, 4),) for _ in range(2)]
+    graph = capture(model, data[0], both, optimizer, micro_batches)
+    step = compile_step(model, optimizer, graph, *at_random(4)(graph), NAMES)
+    for (x,) in data:
+        given = step(x)
+        loss, further = (given["loss"], given) if is_dict else given
+        assert further["unit"] == "mm"
+        with torch.no_grad():
+            assert float(loss) == pytest.approx(float(mean_square(twin, x)), abs=1e-9)
+            assert float(further["size"]) == pytest.approx(float(twin(x).abs().mean()), abs=1e-9)
+            assert torch.allclose(further["rows"], twin(x))
+        train_eager(twin, sgd(list(twin.parameters())), [(x,)], mean_square)
+        step.sync()
+        assert not further["rows"].requires_grad
+    step.close()

@@ -309,3 +309,83 @@ def test_keyword_inputs_have_texts_as_keys(tmp_path: Path) -> None:
     """The key that is none is named."""
     text = "def build():\n    return torch.nn.Linear(2, 2), {0: torch.ones(2)}, print\n"
     assert "inputs with the key 0" in message_of(write(tmp_path, text) + ":build")
+
+
+RELATIVE = "from {where} import parts\n\ndef build():\n    return parts()\n"
+
+
+@pytest.fixture
+def _forgotten() -> Iterator[None]:
+    """Modules of packages that a test has imported are forgotten."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("mypkg", "plain", "json_like"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_forgotten")
+@pytest.mark.parametrize("has_init", [True, False])
+@pytest.mark.parametrize(
+    ("file", "where"),
+    [
+        ("mypkg/train.py", ".net"),
+        ("mypkg/deep/train.py", "..net"),
+        ("mypkg/deep/train.py", "mypkg.net"),
+        ("mypkg/__init__.py", ".net"),
+    ],
+)
+@pytest.mark.parametrize("is_dotted", [True, False])
+def test_modules_of_packages_import_their_like(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_init: bool,
+    file: str,
+    where: str,
+    is_dotted: bool,
+) -> None:
+    """By file or by module name, relatively or not, with `__init__.py` or without."""
+    if not has_init and (where == "mypkg.net" or "__init__" in file):
+        pytest.skip("nothing says that it is a package")
+    (tmp_path / "mypkg" / "deep").mkdir(parents=True)
+    if has_init:
+        for folder in ("mypkg", "mypkg/deep"):
+            (tmp_path / folder / "__init__.py").touch()
+    write(tmp_path / "mypkg", "", "net.py")
+    (tmp_path / file).write_text(RELATIVE.format(where=where))
+    monkeypatch.chdir(tmp_path)
+    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for _ in range(2):  # a file that was loaded before is run again
+        workload = workloads.load(f"{name if is_dotted else file}:build", device="cpu")
+        assert workload.inputs[0].shape == (2, 3)
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_another_package_of_the_same_name_is_told(tmp_path: Path) -> None:
+    """A package that hides the user's, as one of the standard library, is named."""
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "__init__.py").touch()
+    (tmp_path / "json" / "train.py").write_text("def build():\n    pass\n")
+    message = message_of(str(tmp_path / "json" / "train.py") + ":build")
+    assert "'json' is found at" in message
+    assert "Rename one of them" in message
+
+
+def test_a_script_may_parse_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its top or in the function; it sees none, so that its defaults hold."""
+    monkeypatch.setattr(sys, "argv", ["devplace", "plan", "--machine", "cpux2"])
+    body = (
+        "import argparse\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, default=7)\n"
+        "width = parser.parse_args().width\n"
+        "def build():\n    return parts(parser.parse_args().width + width)\n"
+    )
+    workload = workloads.load(f"{write(tmp_path, body)}:build", device="cpu")
+    assert workload.inputs[0].shape == (2, 14)
+    assert sys.argv[0] == "devplace"
+
+
+def test_a_module_that_is_not_there_is_told() -> None:
+    """As a file that is not there."""
+    assert "no file or module 'nosuch.train'" in message_of("nosuch.train:build")

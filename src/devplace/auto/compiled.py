@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 
 from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
 from devplace.graph.capture.batch import as_call
-from devplace.graph.capture.loss import loss_call
+from devplace.graph.capture.loss import loss_call, read_loss
 
 MODE = "reduce-overhead"
 SECONDS = 1.0
@@ -65,9 +65,8 @@ def compiled_step_ns(
 
 
 def _update(model: Any, optimizer: Any, loss: Any, clip_grad_norm: float | None) -> None:
-    if isinstance(loss, tuple):
-        loss = loss[0] / loss[1]
-    loss.backward()
+    found = read_loss(loss)
+    (found.loss if found.weight is None else found.loss / found.weight).backward()
     if clip_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()

@@ -25,6 +25,7 @@ from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.graph.capture.batch import as_call, open_dataclasses
+from devplace.graph.capture.cutting import BatchDims
 from devplace.graph.capture.refuse import unwrap
 from devplace.graph.capture.several import as_one
 from devplace.graph.fusion import fuse_for
@@ -44,6 +45,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 CAPTURE_SHARE = 0.35
 """Part of the budget after which no further number of micro-batches is captured."""
 SETTLE_SECONDS = 0.5
+_BATCH_NORM = "aten._native_batch_norm_legit_functional"  # of training
 WORTH_STACKING = 20
 """Products spared from which on the report speaks of it."""
 
@@ -66,6 +68,8 @@ def parallelize(
     confirm: bool = True,
     verify: bool = False,
     example_kwargs: Mapping[str, Any] | None = None,
+    batch_dims: BatchDims | None = None,
+    compare_batches: bool = True,
     clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
     stack_gradients: bool | None = None,
@@ -101,7 +105,8 @@ def parallelize(
         placer: Who searches; `placers.Search()` by default.
         confirm: Whether plans are measured; if not, the best predicted is taken.
         verify: Whether two steps are first compared with the unplaced ones.
-        example_kwargs, clip_grad_norm, autocast, stack_gradients: As for `capture`.
+        example_kwargs, batch_dims, compare_batches: As for `capture`.
+        clip_grad_norm, autocast, stack_gradients: Likewise.
         fuse: As for `capture`; by default on GPUs for which a compiler is there.
         compare_compile: Whether the report tells how fast `torch.compile` makes the user's own
             step on one device; that may take minutes, which the budget does not count.
@@ -138,6 +143,8 @@ def parallelize(
             optimizer,
             count,
             example_kwargs=example_kwargs,
+            batch_dims=batch_dims,
+            compare_batches=compare_batches,
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
             stack_gradients=stack_gradients,
@@ -260,7 +267,7 @@ class _Job:
                 _free()
                 continue
             notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
-            notes += (*in_eval_mode(graph), *could_stack(graph))
+            notes += (*in_eval_mode(graph), *could_stack(graph), *in_chunks(graph))
             return ParallelStep(
                 step, candidate.plan, graph, choice.confirmation, measured_ns, notes
             )
@@ -354,6 +361,19 @@ def could_stack(graph: OpGraph) -> tuple[str, ...]:
         f"{spared} products of matrices fewer, rounded in another order than torch's. On one H200 "
         f"that made steps of unrolled LSTM models 1.6 to 1.9 times as fast",
     )
+
+
+def in_chunks(graph: OpGraph) -> tuple[str, ...]:
+    """Notes on what micro-batches may have other than the whole batch."""
+    notes = []
+    if graph.meta.get("unchecked"):
+        notes.append(
+            f"micro-batches were not compared with the whole batch: {graph.meta['unchecked']}"
+        )
+    has_statistics = any(op.target.startswith(_BATCH_NORM) for op in graph.ops)
+    if int(graph.meta.get("micro_batches", 1)) > 1 and has_statistics:
+        notes.append("batch norm takes its statistics over each micro-batch, not the whole batch")
+    return tuple(notes)
 
 
 def _is_meta(value: Any) -> bool:

@@ -62,6 +62,21 @@ def _problem_options(command: F) -> F:
             "--micro-batches", default=1, show_default=True, type=int, help="Chunks of the batch."
         ),
         click.option(
+            "--batch-dim",
+            multiple=True,
+            metavar="INPUT=DIM",
+            help="Dimension of an input's rows, as 1=1; mask=whole if it has none.",
+        ),
+        click.option(
+            "--compare-batches/--no-compare-batches",
+            default=True,
+            help="Refuse micro-batches that compute another loss than the whole batch (default).",
+        ),
+        click.option(
+            "--clip-grad-norm", type=float, metavar="NORM", help="Largest 2-norm of all gradients."
+        ),
+        click.option("--autocast", metavar="bfloat16", help="Dtype of the forward pass."),
+        click.option(
             "--fuse/--no-fuse",
             default=None,
             help="Ops that one compiled kernel can compute are one op; default: for GPUs of this "
@@ -121,7 +136,7 @@ def _outputs(values: dict[str, Any]) -> Outputs:
 def _request(values: dict[str, Any]) -> Request:
     from devplace.cli.session import OPTIONS, Request
 
-    demands = {name: values[name] for name in ("limit", "pin", "exclude")}
+    demands = {name: values[name] for name in ("limit", "pin", "exclude", "batch_dim")}
     return Request.from_options({name: values[name] for name in OPTIONS}, demands)
 
 

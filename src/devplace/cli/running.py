@@ -164,6 +164,7 @@ class _Ran:
 def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
     """Steps one by one for their losses; quick ones more often, for their time."""
     from devplace.auto.timing import median_ns, time_steps
+    from devplace.graph.capture.loss import read_loss
     from devplace.run import compile
 
     workload = session.workload
@@ -187,7 +188,7 @@ def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
             mode = getattr(executor, "mode", "threads")
             step.is_timed = number == steps - 1 and mode == "threads"
             begin = time.perf_counter_ns()
-            losses.append(float(once()))
+            losses.append(float(read_loss(once()).loss))
             times.append(time.perf_counter_ns() - begin)
         step.is_timed = False
         if min(times) < QUICK_NS:

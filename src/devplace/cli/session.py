@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from devplace.machine import Machine
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
+AUTOCAST = ("bfloat16",)
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
 OPTIONS = (
     "model",
@@ -35,6 +37,9 @@ OPTIONS = (
     "size",
     "batch",
     "micro_batches",
+    "compare_batches",
+    "clip_grad_norm",
+    "autocast",
     "stack_gradients",
     "fuse",
     "optimizer",
@@ -53,6 +58,8 @@ class Request:
         size: `small` or `full`.
         batch: Samples per step, or None.
         micro_batches: Chunks of the batch.
+        batch_dims, compare_batches, clip_grad_norm: Of `capture`.
+        autocast: Name of the dtype, one of `AUTOCAST`, or None.
         stack_gradients: Of `capture`; None: as `fuse`.
         fuse: Of `capture`; None: where the step is captured for GPUs of this computer and a
             compiler for them is there.
@@ -67,6 +74,10 @@ class Request:
     size: str = "full"
     batch: int | None = None
     micro_batches: int = 1
+    batch_dims: dict[str, int | None] = field(default_factory=dict)
+    compare_batches: bool = True
+    clip_grad_norm: float | None = None
+    autocast: str | None = None
     stack_gradients: bool | None = None
     fuse: bool | None = None
     optimizer: str = "sgd"
@@ -87,12 +98,29 @@ class Request:
             )
         if self.micro_batches < 1:
             raise InputError(f"--micro-batches must be at least 1, got {self.micro_batches}.")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise InputError(f"--clip-grad-norm must be positive, got {self.clip_grad_norm}.")
+        if self.autocast is not None and self.autocast not in AUTOCAST:
+            raise InputError(
+                f"--autocast must be {' or '.join(AUTOCAST)}, got {self.autocast!r}. Training in "
+                f"float16 needs loss scaling, which is not supported."
+            )
 
     @classmethod
     def from_options(cls, options: dict[str, Any], demands: dict[str, Sequence[str]]) -> Request:
-        """From command-line options; `demands` has the texts of --limit, --pin and --exclude."""
+        """From command-line options.
+
+        Args:
+            options: Those of `OPTIONS`.
+            demands: Texts of --limit, --pin, --exclude and --batch-dim.
+        """
+        from devplace.workloads.user import as_file
+
+        options = {**options, "model": as_file(options["model"])}
+        dims = _pairs(demands["batch_dim"], "--batch-dim", "mask=1 or mask=whole")
         return cls(
             **options,
+            batch_dims={name: _dim(name, text) for name, text in dims.items()},
             limits={**_pairs(demands["limit"], "--limit", "cuda:0=20GiB")},
             pins=_pairs(demands["pin"], "--pin", "encoder.*=cuda:1"),
             exclude=tuple(demands["exclude"]),
@@ -123,7 +151,7 @@ class Request:
 
     def as_json(self) -> dict[str, Any]:
         """The part of a plan's request that this record holds."""
-        return {key: getattr(self, key) for key in (*OPTIONS, "device")}
+        return {key: getattr(self, key) for key in (*OPTIONS, "batch_dims", "device")}
 
 
 class _Made(msgspec.Struct):
@@ -142,6 +170,10 @@ class _Made(msgspec.Struct):
     objective: str = "latency"
     stack_gradients: bool = False
     fuse: bool = False
+    batch_dims: dict[str, int | None] = {}
+    compare_batches: bool = True
+    clip_grad_norm: float | None = None
+    autocast: str | None = None
     folder: str | None = None
 
 
@@ -158,6 +190,17 @@ def refuse_overwriting(output: Path, inputs: Iterable[Path]) -> None:
     for path in inputs:
         if os.path.realpath(output) == os.path.realpath(path):
             raise InputError(f"Writing to {output} would overwrite {path}. Give another output.")
+
+
+def _dim(name: str, text: str) -> int | None:
+    if text == "whole":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"--batch-dim {name!r} must be a dimension or 'whole', got {text!r}."
+        ) from None
 
 
 def _pairs(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
@@ -215,8 +258,14 @@ def _open_imported(request: Request, machine: Machine, with_values: bool) -> Ses
 
     if with_values:
         refuse_running(request.model)
-    if request.stack_gradients:
-        raise InputError(f"{request.model} is an inference. Leave --stack-gradients out.")
+    training = {
+        "--stack-gradients": request.stack_gradients,
+        "--clip-grad-norm": request.clip_grad_norm,
+        "--autocast": request.autocast,
+    }
+    for option, given in training.items():
+        if given:
+            raise InputError(f"{request.model} is an inference. Leave {option} out.")
     request = replace(request, device="cpu", fuse=bool(request.fuse), stack_gradients=False)
     with working("reading the graph"):
         graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
@@ -312,22 +361,34 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
             )
         optimizer = optimizers[request.optimizer](parameters, lr=LEARNING_RATE[request.optimizer])
         note("capturing the training step")
-        graph = capture(
-            workload.model,
-            workload.inputs,
-            workload.loss_fn,
-            optimizer,
-            request.micro_batches,
-            stack_gradients=request.stack_gradients,
-            fuse=bool(request.fuse),
-            name=request.model,
-            device=request.device,
-            progress=lambda stage, count: note(f"{stage}: {count} nodes"),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="micro_batches=")  # told below
+            graph = capture(
+                workload.model,
+                workload.inputs,
+                workload.loss_fn,
+                optimizer,
+                request.micro_batches,
+                batch_dims=request.batch_dims,
+                compare_batches=request.compare_batches,
+                clip_grad_norm=request.clip_grad_norm,
+                autocast=getattr(torch, request.autocast) if request.autocast else None,
+                stack_gradients=request.stack_gradients,
+                fuse=bool(request.fuse),
+                name=request.model,
+                device=request.device,
+                progress=lambda stage, count: note(f"{stage}: {count} nodes"),
+            )
         if request.fuse:
             from devplace.graph.fusion import fuse_for
 
             graph = fuse_for(graph, request.pins)
+    if graph.meta.get("unchecked"):
+        print(
+            f"devplace: note: micro-batches were not compared with the whole batch: "
+            f"{graph.meta['unchecked']}.",
+            file=sys.stderr,
+        )
     return workload, optimizer, graph
 
 

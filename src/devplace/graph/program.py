@@ -72,7 +72,8 @@ class Program:
         input_spec: torch pytree spec of `(args, kwargs)`; `graph.capture.flatten_batch` flattens
             new batches the same way.
         input_constants: Leaf index -> value of the inputs that are not tensors; they are fixed.
-        output_spec: torch pytree spec of the model's output (inference), else None.
+        output_spec: torch pytree spec of what a step returns: the model's output (inference), or
+            what the loss function gives beside the loss; None if that is the loss alone.
         output_leaves: For each leaf of the output: index into results, or a `Constant`.
         training: Whether the model was in training mode at capture.
         modes: Name of each module whose training flag the step read -> the flag.

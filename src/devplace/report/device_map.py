@@ -15,7 +15,7 @@ def device_map(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict[s
 
     A path covers everything below it; no path covers another. Where a module's parameters are on
     several devices the map goes down to its children, at last to single parameters. `""` stands
-    for the whole model.
+    for the whole model. Other names of a tied parameter have its device.
 
     Args:
         planned: A plan or its timeline.
@@ -53,6 +53,8 @@ def device_map(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict[s
         for op, device in zip(graph.ops, devices, strict=True)
         if op.role in ("parameter", "buffer")
     }
+    tied = graph.meta.get("tied", {})
+    held |= {name: held[first] for name, first in tied.items() if first in held}
     return collapse(held) if held else {"": shown[devices[-1]]}
 
 

@@ -179,7 +179,8 @@ class Step:
             kwargs: Named part of the batch.
 
         Returns:
-            The loss (0-dimensional tensor) of a training step, or the model's output.
+            The loss (0-dimensional tensor) of a training step; with further outputs what the loss
+            function returns. Without a loss the model's output.
 
         Raises:
             InputError: A tensor of the batch has another shape or dtype than captured.
@@ -188,11 +189,7 @@ class Step:
             ExecutionError: An op failed. On CPU devices the state is as before the step; on GPUs
                 it is lost, and nothing but `load` is possible.
         """
-        outcome = self.run(args, kwargs)
-        for index, result in enumerate(self._graph.results):
-            if result.role == "loss":
-                return outcome.results[index]
-        return _rebuild_output(self._graph, outcome)
+        return _rebuild_output(self._graph, self.run(args, kwargs))
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         """Run one step and return everything it gave, with the timeline if `is_timed`.
@@ -257,7 +254,7 @@ class Step:
 
 def _rebuild_output(graph: OpGraph, outcome: StepOutcome) -> Any:
     program = graph.program
-    outputs = [k for k, result in enumerate(graph.results) if result.role == "output"]
+    outputs = [k for k, result in enumerate(graph.results) if result.role in ("loss", "output")]
     if program.output_spec is None:
         values = [outcome.results[k] for k in outputs]
         return values[0] if len(values) == 1 else values

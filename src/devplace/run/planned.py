@@ -15,7 +15,7 @@ from devplace.run.check import CheckReport, check
 from devplace.run.compile import Step, compile_step
 
 _MADE_FOR = (
-    "Give the model, batch, loss, optimizer, micro_batches, clip_grad_norm, autocast, "
+    "Give the model, batch, loss, optimizer, micro_batches, batch_dims, clip_grad_norm, autocast, "
     "stack_gradients and fuse that it was made for, or plan again."
 )
 
@@ -30,6 +30,8 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
+    batch_dims: Mapping[Any, int | None] | None = None,
+    compare_batches: bool = True,
     clip_grad_norm: float | None = None,
     autocast: Any = None,
     stack_gradients: bool | None = None,
@@ -50,6 +52,7 @@ def compile(
         example_inputs, example_kwargs, loss_fn, micro_batches: As given to `capture`, to capture
             again: for a plan from a file, or for another loss function or other options than those
             of the plan's own graph.
+        batch_dims, compare_batches: Likewise.
         clip_grad_norm, autocast, stack_gradients, fuse, stack_inputs: Likewise.
         seed: Fixes all random numbers, whatever the placement.
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
@@ -68,7 +71,7 @@ def compile(
     found = graph or (plan.problem.graph if plan.problem is not None else None)
     if optimizer is None and found is not None and found.program is not None:
         optimizer = found.program.optimizer
-    options = {
+    options: dict[str, Any] = {
         "clip_grad_norm": clip_grad_norm,
         "autocast": autocast,
         "stack_gradients": stack_gradients,
@@ -78,6 +81,7 @@ def compile(
     if graph is None and found is not None and _is_other(found, loss_fn, options):
         found = None
     if found is None or found.program is None:
+        options |= {"batch_dims": batch_dims, "compare_batches": compare_batches}
         found = _capture_again(
             model, example_inputs, example_kwargs, loss_fn, optimizer, micro_batches, options
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,10 +38,10 @@ def load(
     It may take any of the keywords `size`, `batch`, `device`. If it takes no `device` and `meta` is
     asked for, it is called so that what it makes takes no memory; where that cannot work (it reads
     values, say) it is called once more on the CPU. The file's folder is put on `sys.path`, as
-    `python file.py` would.
+    `python file.py` would, for a file of a package that of the package too; `sys.argv` is empty.
 
     Args:
-        spec: `path/to/file.py:function`.
+        spec: `path/to/file.py:function` or `package.module:function`.
         size: Passed on; refused if it is `small` and the function takes no `size`.
         batch: Passed on if given, else the function's default holds (None, if it has none);
             refused if the function takes no `batch`.
@@ -56,7 +58,8 @@ def load(
     from devplace.workloads.placing import parse_device
 
     target = parse_device(device)
-    function = _function(_import(path), path, function_name)
+    with _own_arguments(path):
+        function = _function(_import(path), path, function_name)
     taken = _taken(function, spec)
     wanted = {"size": size, "batch": batch, "device": device}
     keywords = {key: wanted[key] for key in taken if wanted[key] is not None or taken[key]}
@@ -66,15 +69,16 @@ def load(
                 f"{spec} takes no `{key}`, but {key}={wanted[key]} was asked for. "
                 f"Add the keyword `{key}` to the function, or leave it out."
             )
-    result = _call(function, keywords, path, seed, target.type, "device" in taken)
+    with _own_arguments(path):
+        result = _call(function, keywords, path, seed, target.type, "device" in taken)
     return _checked(spec, result, target)
 
 
 def _split(spec: str) -> tuple[Path, str]:
     """File and function of `file.py:function`; both are there as text, the file also on disk."""
-    file_text, separator, function_name = spec.rpartition(":")
+    file_text, separator, function_name = as_file(spec).rpartition(":")
     if not separator or not function_name or not file_text:
-        file_text = spec.rstrip(":")
+        file_text = as_file(spec).rstrip(":")
         known = _functions_of(Path(file_text)) if Path(file_text).is_file() else []
         hint = f" Functions there: {', '.join(known)}." if known else ""
         raise InputError(f"{spec!r} names no function. Use file.py:function.{hint}")
@@ -87,8 +91,26 @@ def _split(spec: str) -> tuple[Path, str]:
             else []
         )
         guess = did_you_mean(path.name, others) if not path.exists() else " It is no file."
-        raise InputError(f"There is no file {file_text!r} to take {function_name!r} from.{guess}")
+        what = "file" if file_text.endswith(".py") else "file or module"
+        raise InputError(f"There is no {what} {file_text!r} to take {function_name!r} from.{guess}")
     return path, function_name
+
+
+def as_file(spec: str) -> str:
+    """`package.module:function` as `package/module.py:function`; what names a file stays as it is.
+
+    A module is looked for from the present folder, then on `sys.path`.
+    """
+    name, separator, function = spec.partition(":")
+    parts = name.split(".")
+    if not separator or not all(part.isidentifier() for part in parts) or os.path.isfile(name):
+        return spec
+    for base in ("", *(entry for entry in sys.path if entry)):
+        stem = os.path.join(base, *parts)
+        for file in (f"{stem}.py", os.path.join(stem, "__init__.py")):
+            if os.path.isfile(file):
+                return f"{file}:{function}"
+    return spec
 
 
 def _functions_of(path: Path) -> list[str]:
@@ -102,25 +124,89 @@ def _functions_of(path: Path) -> list[str]:
 
 
 def _import(path: Path) -> ModuleType:
-    """Run the user's file as a module of its own; a file that was loaded before is run again."""
+    """Run the user's file as a module; a file that was loaded before is run again.
+
+    A file of a package is the package's module, so that relative imports find their like. Then the
+    folder that the package is in comes first on `sys.path`, and the file's own last.
+    """
     resolved = path.resolve()
-    folder = str(resolved.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    name = f"devplace_user_{resolved.stem}"
+    packages = _packages(resolved)
+    parent = str(resolved.parents[len(packages)])
+    if parent not in sys.path:
+        sys.path.insert(0, parent)
+    if packages and str(resolved.parent) not in sys.path:
+        sys.path.append(str(resolved.parent))
+    parts = packages if resolved.stem == "__init__" else (*packages, resolved.stem)
+    name = ".".join(parts) if packages else f"devplace_user_{resolved.stem}"
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None:
         raise InputError(f"{str(path)!r} is not a Python file. Use file.py:function.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    before = sys.modules.get(name)
     try:
+        if len(parts) > 1:
+            _import_package(".".join(parts[:-1]), resolved.parents[len(packages) - len(parts) + 1])
+        sys.modules[name] = module  # dataclasses and pickle look their module up there
         spec.loader.exec_module(module)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, InputError):
         raise
     except BaseException as error:  # SystemExit, and what test runners and the like raise
         sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
         raise _user_error(path, error, "importing it") from error
     return module
+
+
+def _packages(path: Path) -> tuple[str, ...]:
+    """Names of the packages that a file lies in, outermost first.
+
+    These are the folders with an `__init__.py`, and as many as its relative imports go up.
+    """
+    count = _relative_level(path)
+    for k, folder in enumerate(path.parents):
+        if not (folder / "__init__.py").is_file():
+            count = max(count, k)
+            break
+    folders = list(path.parents)[:count]
+    return tuple(folder.name for folder in reversed(folders) if folder.name)
+
+
+def _relative_level(path: Path) -> int:
+    """Packages that the relative imports of a file need around it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return 0
+    levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return max(levels, default=0)
+
+
+def _import_package(name: str, folder: Path) -> None:
+    """Import the package of a file.
+
+    Raises:
+        InputError: Another package of that name was found first.
+    """
+    package = importlib.import_module(name)
+    places = [os.path.realpath(place) for place in getattr(package, "__path__", [])]
+    if os.path.realpath(folder) not in places:
+        found = ", ".join(places) or getattr(package, "__file__", None) or "a built-in module"
+        raise InputError(
+            f"A package must be the only one of its name: {name!r} is found at {found}, not at "
+            f"{folder}. Rename one of them."
+        )
+
+
+@contextmanager
+def _own_arguments(path: Path) -> Iterator[None]:
+    """The user's code sees no arguments: those of the command line are not meant for it."""
+    before = sys.argv
+    sys.argv = [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:

@@ -6,13 +6,14 @@ import dataclasses
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.cutting import BatchDims, cut_inputs
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _MOST_OBJECTS = 1000
@@ -247,14 +248,28 @@ class Batch:
         spec: torch pytree spec of `(args, kwargs)`.
         names: Name of each leaf, such as `0`, `1.mask`, `x`.
         sizes: Rows per micro-batch; empty when there is one.
-        cut: Per leaf whether it is cut along dim 0.
+        dims: Per leaf the dimension it is cut along, or None.
     """
 
     leaves: list[Any]
     spec: Any
     names: list[str]
     sizes: tuple[int, ...]
-    cut: tuple[bool, ...]
+    dims: tuple[int | None, ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are several micro-batches."""
+        return bool(self.sizes)
+
+    @property
+    def shares(self) -> list[float]:
+        """Part of the rows that each micro-batch has."""
+        return [size / sum(self.sizes) for size in self.sizes]
+
+    def whole(self) -> Batch:
+        """The same batch as one."""
+        return replace(self, sizes=(), dims=(None,) * len(self.leaves))
 
     @property
     def tensor_slots(self) -> list[int]:
@@ -263,12 +278,16 @@ class Batch:
 
 
 def make_batch(
-    example_inputs: Any, example_kwargs: Mapping[str, Any] | None, micro_batches: int
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    micro_batches: int,
+    batch_dims: BatchDims | None = None,
 ) -> Batch:
     """Flatten the example inputs and decide how they are cut.
 
     Raises:
-        CaptureError: Unknown containers, or more micro-batches than rows.
+        CaptureError: Unknown containers, more micro-batches than rows, or names and dimensions
+            in `batch_dims` that are not there.
     """
     leaves, spec = flatten_batch(example_inputs, example_kwargs)
     args, kwargs = open_dataclasses(as_call(example_inputs, example_kwargs))
@@ -278,54 +297,8 @@ def make_batch(
         if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
             kind = "nested" if leaf.is_nested else leaf.layout
             raise CaptureError(f"Inputs must be dense: {name!r} is {kind}. Make it a dense tensor.")
-    sizes, cut = _cuts(leaves, micro_batches)
-    return Batch(leaves, spec, names, sizes, cut)
-
-
-def _cuts(leaves: list[Any], micro_batches: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise CaptureError(
-            f"micro_batches must be an integer of at least 1, got {micro_batches!r}."
-        )
-    none = tuple(False for _ in leaves)
-    if micro_batches == 1:
-        return (), none
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim >= 1]
-    if not tensors:
-        raise CaptureError(
-            "micro_batches needs an input tensor with a batch dimension; none given."
-        )
-    rows = tensors[0].shape[0]
-    if micro_batches > rows:
-        raise CaptureError(
-            f"A batch cannot be cut into more micro-batches than rows: {micro_batches} "
-            f"micro-batches, but the batch has {rows} rows. Use micro_batches <= {rows}."
-        )
-    small, larger = divmod(rows, micro_batches)
-    sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))
-    cut = tuple(isinstance(t, torch.Tensor) and t.ndim >= 1 and t.shape[0] == rows for t in leaves)
-    return sizes, cut
-
-
-def refuse_whole_target(batch: Batch) -> None:
-    """Refuse a target that is not cut where other inputs are: dim 0 is not that of the batch.
-
-    Raises:
-        CaptureError: Names both.
-    """
-    positional = [name.partition(".")[0] for name in batch.names]
-    target = max((int(name) for name in positional if name.isdecimal()), default=-1)
-    rows = sum(batch.sizes)
-    for name, top, leaf, is_cut in zip(
-        batch.names, positional, batch.leaves, batch.cut, strict=True
-    ):
-        if top == str(target) and isinstance(leaf, torch.Tensor) and not is_cut:
-            first = batch.names[batch.cut.index(True)]
-            raise CaptureError(
-                f"micro_batches cuts along dim 0: input {first!r} has {rows} rows there, but the "
-                f"target {name!r} has shape {list(leaf.shape)}. Put the batch first, or write a "
-                f"loss function of your own."
-            )
+    sizes, dims = cut_inputs(names, leaves, micro_batches, batch_dims)
+    return Batch(leaves, spec, names, sizes, dims)
 
 
 def leaf_names(prefix: str, tree: Any) -> list[str]:

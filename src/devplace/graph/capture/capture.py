@@ -12,13 +12,16 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.batch import make_batch, refuse_whole_target
+from devplace.graph.capture.batch import make_batch
 from devplace.graph.capture.channels_last import lay_channels_last
 from devplace.graph.capture.chunk_loss import is_sum
+from devplace.graph.capture.chunks import trace_chunks
 from devplace.graph.capture.cleanup import clean, drop_last_results
+from devplace.graph.capture.compare import compared_graph
 from devplace.graph.capture.convert import to_graph
 from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.cross_entropy import direct_cross_entropy
+from devplace.graph.capture.cutting import BatchDims, named_dims
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
@@ -31,6 +34,7 @@ from devplace.graph.capture.refuse import (
     refuse_hooks,
     refuse_replaced_variables,
     refuse_stray_parameters,
+    refuse_written_inputs,
     unwrap,
 )
 from devplace.graph.capture.same import is_same_step, reads_array
@@ -59,6 +63,8 @@ def capture(
     micro_batches: int = 1,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    batch_dims: BatchDims | None = None,
+    compare_batches: bool = True,
     clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
     stack_gradients: bool | None = None,
@@ -71,23 +77,35 @@ def capture(
     """Capture one whole step: forward, backward and parameter update as one flat graph.
 
     With an optimizer it is a training step, with only a loss function an evaluation of the loss,
-    with neither an inference. Nothing is computed and nothing changes: model, optimizer and every
-    random generator are afterwards as before, and the model may be on the meta device. The step is
+    with neither an inference. Nothing changes: model, optimizer and every random generator are
+    afterwards as before, and the model may be on the meta device. Nothing is computed, but for
+    micro-batches: those are compared with the whole batch on the example inputs. The step is
     captured for CUDA if any parameter, buffer or input is there; what is too large for a GPU may
     stay on the CPU.
 
     Args:
         model: The module; its training flag is respected.
         example_inputs: A tensor, a tuple of positional inputs, or a dict of keyword inputs; of
-            these only shapes and dtypes matter.
-        loss_fn: `loss_fn(model, *args, **kwargs)` gives a scalar, or `(loss_sum, weight)`; a torch
-            loss such as `F.cross_entropy` or `nn.MSELoss()` is applied to the model's output and
-            the last positional input. Without it, the model must return the loss or have `.loss`.
+            these only shapes and dtypes matter (for micro-batches, values too).
+        loss_fn: `loss_fn(model, *args, **kwargs)` gives a scalar, or `(loss_sum, weight)`, or with
+            further outputs `(loss, {name: tensor})` or a dict with `loss`, which the step returns
+            so; a torch loss such as `F.cross_entropy` or `nn.MSELoss()` is applied to the model's
+            output and the last positional input. Without it, the model must return the loss or
+            have `.loss`.
         optimizer: One of torch.optim that takes dense gradients, over parameters of the model; or
             a list of several, each over its own.
-        micro_batches: Number of chunks the batch is cut into along dim 0. The loss is the mean over
-            rows, or with `(loss_sum, weight)` the sum of sums over the sum of weights.
+        micro_batches: Number of chunks the batch is cut into. Loss and gradients are those of the
+            whole batch; on the example batch both are computed and compared.
         example_kwargs: Further keyword inputs.
+        batch_dims: For micro-batches: name of an input -> the dimension its rows are in, or None if
+            all micro-batches read all of it. Names are `"0"` (or 0) for the first positional input,
+            `"1.mask"` for an entry of the second, the keyword for others. What is not named is cut
+            along its first dimension if that has as many rows as the batch, which are those of the
+            first input.
+        compare_batches: Whether another loss, or other gradients, of micro-batches on the example
+            batch are an error. If not, nothing is compared, and the loss is the mean of those of
+            micro-batches, as in any accumulation of gradients: for losses of pairs of rows, or that
+            balance the load of experts.
         clip_grad_norm: Largest 2-norm of all gradients of the model, as
             `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`.
         autocast: Low-precision dtype of the forward pass (`torch.bfloat16`).
@@ -110,7 +128,11 @@ def capture(
         The graph; its `program` is what the run room needs.
 
     Raises:
-        CaptureError: The step cannot be one graph; says where and what to do.
+        CaptureError: The step cannot be one graph, or micro-batches give another loss or other
+            gradients than the whole batch; says where and what to do.
+
+    Warns:
+        UserWarning: Micro-batches were not compared with the whole batch; says why.
 
     Complexity: Linear, about 1 ms of CPU per op.
     """
@@ -120,16 +142,21 @@ def capture(
             model,
             loss_fn,
             optimizer,
-            make_batch(example_inputs, example_kwargs, micro_batches),
+            make_batch(example_inputs, example_kwargs, micro_batches, batch_dims),
             clip_grad_norm,
             autocast,
             device,
             fuse if stack_gradients is None else stack_gradients,
             fuse,
             stack_inputs,
+            compare_batches,
         )
-        step, gm = _traced(request, progress)
-        meta = _meta(request, micro_batches)
+        unchecked = ""
+        if request.batch.is_cut:
+            step, gm, unchecked = trace_chunks(request, lambda each: _traced(each, progress))
+        else:
+            step, gm = _traced(request, progress)
+        meta = _meta(request, micro_batches, batch_dims, unchecked)
         if not request.stack_gradients:
             meta["spared_by_stacking"] = num_spared_products(gm.graph)
         graph = to_graph(gm, step, name or type(model).__name__, meta)
@@ -201,6 +228,7 @@ def _request(
     stack_gradients: bool = False,
     fuse: bool = False,
     stack_inputs: bool = False,
+    compare_batches: bool = True,
 ) -> Request:
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
@@ -211,11 +239,8 @@ def _request(
     mode = "train" if update is not None else without_update
     if mode == "inference" and batch.sizes:
         raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
-    is_cut = bool(batch.sizes)
-    call = model if mode == "inference" else loss_call(model, loss_fn, is_cut)
-    adds_up = is_cut and loss_fn is not None and is_torch_loss(loss_fn) and is_sum(loss_fn)
-    if is_cut and loss_fn is not None and is_torch_loss(loss_fn):
-        refuse_whole_target(batch)
+    call = model if mode == "inference" else loss_call(model, loss_fn)
+    adds_up = loss_fn is not None and is_torch_loss(loss_fn) and is_sum(loss_fn)
     kind = _device_type(sources, batch.leaves, device)
     return Request(
         model,
@@ -234,6 +259,7 @@ def _request(
         fuse,
         stack_inputs,
         has_gradients=mode == "train",
+        compares_batches=compare_batches,
     )
 
 
@@ -279,8 +305,15 @@ def _device_type(sources: Sources, leaves: list[Any], wanted: str | None) -> str
     return kind
 
 
-def _meta(request: Request, micro_batches: int) -> dict[str, Any]:
-    return {
+def _meta(
+    request: Request, micro_batches: int, batch_dims: BatchDims | None, unchecked: str
+) -> dict[str, Any]:
+    further = {
+        "batch_dims": named_dims(batch_dims),
+        "unchecked": unchecked,
+        "tied": request.sources.shared,
+    }
+    return {key: value for key, value in further.items() if value} | {
         "mode": request.mode,
         "optimizer": request.update.kind if request.update else None,
         "micro_batches": micro_batches,
@@ -321,6 +354,10 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         raise explain(error, step) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
+    refuse_written_inputs(gm, step)
+    if step.request.is_compared:
+        step.compared = compared_graph(gm, step)
+        drop_last_results(gm.graph, len(step.extra))
     if step.request.stack_gradients:
         stack(gm.graph)
         clean(gm.graph)

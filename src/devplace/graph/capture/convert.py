@@ -20,7 +20,7 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.graph.capture.refuse import own_generator, refuse_written_input
+from devplace.graph.capture.refuse import own_generator
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Input, Output, Request, Step, source_name
 from devplace.graph.capture.tags import describe_place
@@ -84,7 +84,7 @@ def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list
     """Remove unchanged results, then state and scalars nothing reads.
 
     Raises:
-        CaptureError: The step changes one of its inputs in place.
+        CaptureError: A buffer that changes shares its memory with another.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
@@ -92,9 +92,6 @@ def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list
     for node, described in zip(output.args[0], step.outputs, strict=True):
         if described.replaces >= 0 and node is placeholders[described.replaces]:
             continue
-        if described.role == "input":
-            tag = node.meta["tag"]
-            raise refuse_written_input(described.name, tag.module, tag.line)
         if described.name in step.request.sources.overlapping:
             other = step.request.sources.overlapping[described.name]
             raise CaptureError(

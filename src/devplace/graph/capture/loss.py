@@ -6,20 +6,19 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.chunk_loss import summed
+from devplace.graph.capture.batch import leaf_names, open_dataclasses
 
 LossCall = Callable[..., Any]
 
 
-def loss_call(
-    model: torch.nn.Module, loss_fn: Callable[..., Any] | None, is_cut: bool = False
-) -> LossCall:
+def loss_call(model: torch.nn.Module, loss_fn: Callable[..., Any] | None) -> LossCall:
     """Function of a batch's `(*args, **kwargs)` to what the loss function returns.
 
     A torch function or an `nn.Module` is applied to the output and the last positional input;
@@ -28,7 +27,6 @@ def loss_call(
     Args:
         model: The model.
         loss_fn: As the user gave it.
-        is_cut: Whether the batch is cut into chunks: cross entropy then gives a sum and a weight.
     """
     if loss_fn is None:
         return lambda *args, **kwargs: _loss_of_output(_output(model, args, kwargs))
@@ -50,9 +48,8 @@ def loss_call(
                 "A torch loss needs the target as last positional input, but the example inputs "
                 "are all keywords. Write loss_fn(model, **inputs) yourself."
             )
-        return chunk_loss(model(*args[:-1], **kwargs), args[-1])
+        return loss_fn(model(*args[:-1], **kwargs), args[-1])
 
-    chunk_loss = summed(loss_fn) if is_cut else loss_fn
     return apply
 
 
@@ -136,36 +133,72 @@ def _loss_of_output(output: Any) -> torch.Tensor:
     )
 
 
-def split_loss(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss and, when the loss function returned `(loss_sum, weight)`, the weight.
+class Returned(NamedTuple):
+    """What a loss function returned.
+
+    Attributes:
+        loss: A scalar.
+        weight: That the sum of losses is divided by, or None.
+        tree: All of it, if there is more than the loss: `(loss, named)` or a dict; else None.
+        names: Name of each leaf of the tree.
+        place: Leaf of the tree that is the loss.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor | None = None
+    tree: Any = None
+    names: tuple[str, ...] = ()
+    place: int = 0
+
+
+def read_loss(returned: Any) -> Returned:
+    """Loss, and weight or further outputs, of what the loss function returned.
 
     Raises:
-        CaptureError: Neither a scalar nor such a pair.
+        CaptureError: Neither a scalar, nor `(loss_sum, weight)`, nor `(loss, named outputs)`, nor a
+            dict with `loss`.
     """
-    loss, weight = returned, None
-    if isinstance(returned, (tuple, list)) and len(returned) == 2:
-        loss, weight = returned
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = (
-            f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        )
+    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    if is_pair and isinstance(returned[1], Mapping):
+        named = open_dataclasses(dict(returned[1]))
+        names = ("loss", *leaf_names("output", named))
+        return Returned(_one_number(returned[0]), None, (returned[0], named), names)
+    if isinstance(returned, Mapping) and "loss" in returned:
+        tree = open_dataclasses(returned)
+        leaves = pytree.tree_leaves(tree)
+        loss = _one_number(returned["loss"])
+        place = next(k for k, leaf in enumerate(leaves) if leaf is returned["loss"])
+        return Returned(loss, None, tree, tuple(leaf_names("output", tree)), place)
+    loss, weight = returned if is_pair else (returned, None)
+    loss = _one_number(loss)
+    if weight is None:
+        return Returned(loss)
+    if not isinstance(weight, (torch.Tensor, int, float)):
         raise CaptureError(
-            f"The loss must be one number: loss_fn returned {got}. Return a scalar tensor, or a "
-            f"pair (loss_sum, weight) of scalars."
+            f"loss_fn must return the loss, a pair (loss_sum, weight) of scalars, or a pair (loss, "
+            f"dict of further outputs): the second part is a {type(weight).__name__}. Return the "
+            f"loss alone."
         )
-    if weight is not None and not isinstance(weight, (torch.Tensor, int, float)):
-        raise CaptureError(
-            f"loss_fn must return the loss, or a pair (loss_sum, weight) of scalars: the second "
-            f"part is a {type(weight).__name__}. Return the loss alone."
-        )
-    if weight is not None and not isinstance(weight, torch.Tensor):
+    if not isinstance(weight, torch.Tensor):
         weight = torch.tensor(float(weight), dtype=loss.dtype, device=loss.device)
-    if weight is not None and weight.numel() != 1:
+    if weight.numel() != 1:
         raise CaptureError(
             f"loss_fn must return the loss, or a pair (loss_sum, weight) of scalars: the second "
-            f"part has shape {tuple(weight.shape)}. Return the loss alone."
+            f"part has shape {tuple(weight.shape)}. Return the loss alone, or further outputs in a "
+            f"dict: (loss, {{'name': tensor}})."
         )
-    return _scalar(loss), _scalar(weight) if weight is not None else None
+    return Returned(loss, _scalar(weight))
+
+
+def _one_number(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return _scalar(loss)
+    is_tensor = isinstance(loss, torch.Tensor)
+    got = f"shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+    raise CaptureError(
+        f"The loss must be one number: loss_fn returned {got}. Return a scalar tensor, a pair "
+        f"(loss_sum, weight) of scalars, or with further outputs (loss, {{'name': tensor}})."
+    )
 
 
 def refuse_learned_weight(weight: torch.Tensor, parameters: Mapping[int, str]) -> None:
@@ -192,7 +225,7 @@ def refuse_learned_weight(weight: torch.Tensor, parameters: Mapping[int, str]) -
                 f"Of a pair that loss_fn returns the second is the weight that the sum of losses "
                 f"is divided by, such as a number of tokens: it must not depend on "
                 f"what is learned, but this one depends on parameter {names[node]!r}. Return the "
-                f"loss alone; a model's outputs, for metrics, are those of a step without loss."
+                f"loss alone, or metrics in a dict: (loss, {{'name': tensor}})."
             )
         if node not in seen:
             seen.add(node)

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.analysis import mutates, view_bases
+from devplace.graph.capture.analysis import mutates, results, view_bases
 from devplace.graph.capture.batch import Batch
 from devplace.graph.capture.eagerly import NotTriedError, eager_error
 from devplace.graph.capture.several import each_of
@@ -137,16 +137,14 @@ def _not_in_chunks(what: str, batch: Batch) -> CaptureError:
     rows = sum(batch.sizes)
     whole = [
         f"{name!r} of shape {list(leaf.shape)}"
-        for name, leaf, is_cut in zip(batch.names, batch.leaves, batch.cut, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not is_cut
+        for name, leaf, dim in zip(batch.names, batch.leaves, batch.dims, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and dim is None
     ]
-    said = (
-        f"not cut, as they have not {rows} rows, are {', '.join(whole)}" if whole else "all are cut"
-    )
+    said = f"whole in each, as they have not {rows} rows first, are {', '.join(whole)}"
     return CaptureError(
-        f"The step runs eagerly on the whole batch, but not on its micro-batches: inputs are cut "
-        f"along dim 0; {said}. It failed {what}. Put the batch first in every input that has it, "
-        f"or use micro_batches=1."
+        f"The step runs eagerly on the whole batch, but not on its micro-batches; "
+        f"{said if whole else 'all inputs are cut'}. It failed {what}. Say which dimension has the "
+        f"rows (batch_dims), put the batch first, or use micro_batches=1."
     )
 
 
@@ -326,10 +324,17 @@ def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def refuse_written_input(name: str, module: str, line: str) -> CaptureError:
-    """Error for a step that changes its input in place."""
-    return CaptureError(
-        f"Inputs must not be changed in place: input {name!r} is written at "
-        f"{describe_place(module, line)}. "
-        f"Work on a copy (x = x.clone())."
-    )
+def refuse_written_inputs(gm: torch.fx.GraphModule, step: Step) -> None:
+    """Refuse a step that changes an input in place.
+
+    Raises:
+        CaptureError: Names the input, and where it is written.
+    """
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, out in zip(results(gm), step.outputs, strict=False):
+        if out.role == "input" and node is not inputs[out.replaces]:
+            tag = node.meta["tag"]
+            raise CaptureError(
+                f"Inputs must not be changed in place: input {out.name!r} is written at "
+                f"{describe_place(tag.module, tag.line)}. Work on a copy (x = x.clone())."
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,14 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import results
 from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
 from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_objects
+from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, Whole, joined
 from devplace.graph.capture.fakes import Fakes
-from devplace.graph.capture.loss import refuse_learned_weight, refuse_reentrant, split_loss
+from devplace.graph.capture.loss import (
+    Returned,
+    read_loss,
+    refuse_learned_weight,
+    refuse_reentrant,
+)
 from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.outside import find_outside, left_alone
 from devplace.graph.capture.reads import Reads, Variable
@@ -69,6 +76,9 @@ class Request:
         stack_inputs: Whether products of inputs with one weight are made one.
         has_gradients: Whether operations can be differentiated: in training, and where the model
             itself takes derivatives by its inputs.
+        whole: Of micro-batches, what the step of the whole batch says.
+        is_compared: Whether the step also gives what micro-batches are compared by (`Step.extra`).
+        compares_batches: Whether micro-batches must compute what the whole batch does.
     """
 
     model: torch.nn.Module
@@ -87,6 +97,9 @@ class Request:
     fuse: bool = False
     stack_inputs: bool = False
     has_gradients: bool = False
+    whole: Whole = field(default_factory=Whole)
+    is_compared: bool = False
+    compares_batches: bool = True
 
 
 @dataclass
@@ -102,6 +115,11 @@ class Step:
             for them there.
         changing: `id` of variables that running it changes.
         fakes: The mode of its fake tensors.
+        counts: What was divided by in each division of its losses, None if it is not one number.
+        extra: Further results for a comparison: name -> tensor of the trace; gradients, and counts
+            if the batch is whole.
+        shapes: Shape of each further output, None for what is no tensor.
+        compared: Graph of the loss, the further outputs and `extra`, once it is traced.
     """
 
     request: Request
@@ -116,6 +134,10 @@ class Step:
     left: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     changing: set[int] = field(default_factory=set)
     fakes: Fakes = field(default_factory=Fakes)
+    counts: list[torch.Tensor | None] = field(default_factory=list)
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    shapes: tuple[torch.Size | None, ...] = ()
+    compared: torch.fx.GraphModule | None = None
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
@@ -141,16 +163,22 @@ class Step:
     def __call__(self, *flat: torch.Tensor) -> Tensors:
         """Run on tensors in the order of `inputs`; gives tensors in the order of `outputs`."""
         self.install()
-        given = self._by_kind(flat)
+        given, self._flat = self._by_kind(flat), flat
         with left_alone(self.outside):
             heads, grads, now = self._run_unchanged(given)
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
         refuse_other_buffers(given["buffer"], buffers)
+        if self.request.is_compared:
+            self.extra = {f"gradient of {name!r}": grad for name, grad in grads.items()}
+            if not self.request.batch.is_cut:
+                counts = enumerate(self.counts)
+                self.extra |= {f"count {k}": each for k, each in counts if each is not None}
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
-        return [*heads, *changed, *given["input"].values(), *(each for each, _ in self.left)]
+        kept = [*heads, *changed, *given["input"].values(), *(each for each, _ in self.left)]
+        return [*kept, *self.extra.values()]
 
     def _run_unchanged(
         self, given: dict[str, dict[Any, torch.Tensor]]
@@ -215,6 +243,11 @@ class Step:
             for variable, _ in self.host_state:
                 variable.put(variable.value)
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether only what micro-batches are compared with is wanted, and no update."""
+        return self.request.is_compared and not self.request.batch.is_cut
+
     def steady_inputs(self, gm: torch.fx.GraphModule) -> set[int]:
         """Places of parameters, buffers and constants that the traced step leaves as they are."""
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -250,8 +283,6 @@ class Step:
         return dict(given)
 
     def _describe(self, num_heads: int, num_changed: int, inputs: Tensors) -> None:
-        if self.request.mode != "inference":
-            self.outputs = [Output("loss", "loss")]
         assert len(self.outputs) == num_heads
         for index, entry in enumerate(self.inputs[:num_changed]):
             self.outputs.append(Output(entry.kind, source_name(entry), index))
@@ -269,13 +300,21 @@ class Step:
                 return self._infer(given["input"]), {}
             wanted = self._differentiated(given["parameter"])
             chunks = self._chunks(given["input"])
-            first = self._forward(0, chunks[0])
-            if first[1] is not None:
-                loss, grads = self._weighted(chunks, first, wanted)
-            else:
-                loss, grads = self._mean(chunks, first[0], wanted)
+            whole = self._counts_of_whole()
+            run = functools.partial(self._forward, chunks=chunks, counts=whole)
+            first = run(0)
+            combine = self._mean if first.weight is None else self._weighted
+            returned, loss, grads = combine(len(chunks), run, first, wanted)
         self.tagger.micro_batch = -1
-        return [loss.detach()], grads
+        return self._loss_heads(returned, loss.detach()), grads
+
+    def _counts_of_whole(self) -> list[torch.Tensor | None] | None:
+        """What losses divide by, of the whole batch; None for what chunks have of their own."""
+        if self.request.whole.counts is None:
+            return None
+        with self._owned("", "forward"), torch.no_grad():
+            made = iter(self.request.whole.counts_of(*self._flat))
+        return [next(made) if is_used else None for is_used in self.request.whole.counts]
 
     def _differentiated(self, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Trained parameters; all that require gradients when their norm is clipped."""
@@ -292,10 +331,10 @@ class Step:
             return [whole]
         with self._owned("", "forward"):
             pieces = [
-                torch.split_with_sizes(leaf, list(batch.sizes))
-                if cut
-                else [leaf] * len(batch.sizes)
-                for leaf, cut in zip(whole, batch.cut, strict=True)
+                [leaf] * len(batch.sizes)
+                if dim is None
+                else torch.split_with_sizes(leaf, list(batch.sizes), dim)
+                for leaf, dim in zip(whole, batch.dims, strict=True)
             ]
         return [[piece[i] for piece in pieces] for i in range(len(batch.sizes))]
 
@@ -314,22 +353,36 @@ class Step:
             returned = self._call(self.request.batch.leaves)
             wanted = self._differentiated(self.request.sources.parameters)
             if wanted:
-                loss, _ = split_loss(returned)
+                loss = read_loss(returned).loss
                 torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
 
-    def _forward(self, index: int, leaves: list[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(
+        self, index: int, chunks: list[list[Any]], counts: list[torch.Tensor | None] | None
+    ) -> Returned:
         self.tagger.stage = "forward"
         self.tagger.micro_batch = index
-        loss, weight = split_loss(self._call(leaves))
-        if self.request.mode == "train" and not loss.requires_grad:
+        batch = self.request.batch
+        mode: Any = contextlib.nullcontext()
+        if batch.is_cut or self.request.is_compared:
+            mode = Counts(counts, batch.shares[index] if batch.is_cut else 1.0)
+        with mode:
+            returned = self._call(chunks[index])
+        self.counts = getattr(mode, "found", [])
+        if counts is not None and len(self.counts) != len(counts):
+            raise UnequalCountsError(
+                "Micro-batches must divide their losses as the whole batch does, but they divide "
+                f"by {len(self.counts)} numbers, not {len(counts)}."
+            )
+        found = read_loss(returned)
+        if self.request.mode == "train" and not found.loss.requires_grad:
             raise CaptureError(
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        refuse_reentrant(loss)
-        if weight is not None:
-            refuse_learned_weight(weight, self._places_of_parameters())
-        return loss, weight
+        refuse_reentrant(found.loss)
+        if found.weight is not None:
+            refuse_learned_weight(found.weight, self._places_of_parameters())
+        return found
 
     def _places_of_parameters(self) -> dict[int, str]:
         """Inputs that are parameters: trained ones, or in an evaluation all."""
@@ -341,54 +394,89 @@ class Step:
         chunks = self._chunks(inputs)
         self.tagger.micro_batch = 0
         tree = open_objects(self._call(chunks[0]))
-        values, self.output_spec = pytree.tree_flatten(tree)
-        heads: Tensors = []
-        leaves: list[Any] = []
-        for name, leaf in zip(leaf_names("output", tree), values, strict=True):
-            check_leaf(leaf, "Outputs")
-            if isinstance(leaf, torch.Tensor):
-                leaves.append(len(heads))
-                self.outputs.append(Output("output", name))
-                heads.append(leaf)
-            else:
-                leaves.append(Constant(leaf))
-        self.output_leaves = tuple(leaves)
+        values, spec = pytree.tree_flatten(tree)
+        heads = self._heads(leaf_names("output", tree), values, spec)
         if not heads:
             raise CaptureError("The model returned no tensor. Return one from forward.")
         return heads
 
+    def _heads(
+        self, names: Sequence[str], values: Sequence[Any], spec: Any, loss: int = -1
+    ) -> Tensors:
+        """The tensors among the leaves of an output, the loss first; notes what they are."""
+        heads: Tensors = []
+        places: dict[int, Any] = {}
+        for index in sorted(range(len(values)), key=lambda k: k != loss):
+            leaf = values[index]
+            check_leaf(leaf, "Outputs")
+            if isinstance(leaf, torch.Tensor):
+                places[index] = len(heads)
+                is_loss = index == loss
+                role, name = ("loss", "loss") if is_loss else ("output", names[index])
+                self.outputs.append(Output(role, name))
+                heads.append(leaf if is_loss or not leaf.requires_grad else leaf.detach())
+            else:
+                places[index] = Constant(leaf)
+        self.output_spec = spec
+        self.output_leaves = tuple(places[index] for index in range(len(values)))
+        return heads
+
+    def _loss_heads(self, parts: list[Returned], loss: torch.Tensor) -> Tensors:
+        """The loss, and what else the loss function gave for each micro-batch, put together."""
+        first, batch, whole = parts[0], self.request.batch, self.request.whole
+        if first.tree is None:
+            self.outputs.append(Output("loss", "loss"))
+            return [loss]
+        (values, *others), (spec, *_) = zip(
+            *(pytree.tree_flatten(part.tree) for part in parts), strict=True
+        )
+        values[first.place] = loss
+        self.shapes = tuple(v.shape if isinstance(v, torch.Tensor) else None for v in values)
+        if others:
+            with self._owned("", "forward"), torch.no_grad():
+                for k, name in enumerate(first.names):
+                    if k != first.place:
+                        pieces = [values[k], *(each[k] for each in others)]
+                        values[k] = joined(name, pieces, batch.shares, whole.shapes[k])
+        return self._heads(first.names, values, spec, first.place)
+
     def _mean(
-        self, chunks: list[list[Any]], first: torch.Tensor, wanted: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self,
+        num_chunks: int,
+        run: Callable[[int], Returned],
+        first: Returned,
+        wanted: dict[str, torch.Tensor],
+    ) -> tuple[list[Returned], torch.Tensor, dict[str, torch.Tensor]]:
         """Loss = sum of loss_i * rows_i / rows; of losses that add up, sum of loss_i."""
-        if len(chunks) == 1:
-            return first, self._backward([first], [None], wanted, {})
-        sizes = self.request.batch.sizes
+        if num_chunks == 1:
+            return [first], first.loss, self._backward([first.loss], [None], wanted, {})
+        parts, total = [], None
         grads: dict[str, torch.Tensor] = {}
-        total = None
-        for index, leaves in enumerate(chunks):
-            loss = first if index == 0 else self._forward(index, leaves)[0]
-            share = 1.0 if self.request.adds_up else sizes[index] / sum(sizes)
+        for index, share in enumerate(self.request.batch.shares):
+            found = first if index == 0 else run(index)
+            share = 1.0 if self.request.adds_up else share
             with self._owned("", "forward"):
-                part = loss.detach() * share
+                part = found.loss.detach() * share
                 total = part if total is None else total + part
-                seed = torch.full_like(loss, share) if wanted else None
-            grads = self._backward([loss], [seed], wanted, grads)
+                seed = torch.full_like(found.loss, share) if wanted else None
+            grads = self._backward([found.loss], [seed], wanted, grads)
+            parts.append(found)
         assert total is not None
-        return total, grads
+        return parts, total, grads
 
     def _weighted(
         self,
-        chunks: list[list[Any]],
-        first: tuple[torch.Tensor, torch.Tensor | None],
+        num_chunks: int,
+        run: Callable[[int], Returned],
+        first: Returned,
         wanted: dict[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[list[Returned], torch.Tensor, dict[str, torch.Tensor]]:
         """Loss = sum of loss sums / sum of weights."""
-        parts = [first] + [self._forward(i, chunks[i]) for i in range(1, len(chunks))]
+        parts = [first] + [run(i) for i in range(1, num_chunks)]
         with self._owned("", "forward"):
             self.tagger.micro_batch = -1
-            losses = [loss for loss, _ in parts]
-            weights = [_require_weight(weight) for _, weight in parts]
+            losses = [part.loss for part in parts]
+            weights = [_require_weight(part.weight) for part in parts]
             loss_sum, weight_sum = (sum(t.detach() for t in ts) for ts in (losses, weights))
             weight_sum = weight_sum.to(losses[0].dtype)  # counts are integers
             total = loss_sum / weight_sum
@@ -400,7 +488,7 @@ class Step:
             if weight.requires_grad and seed is not None:
                 roots, seeds = [loss, weight], [seed, -total * seed]
             grads = self._backward(roots, seeds, wanted, grads)
-        return total, grads
+        return parts, total, grads
 
     def _backward(
         self,
@@ -437,7 +525,7 @@ class Step:
     ) -> tuple[dict[str, torch.Tensor], dict[Any, torch.Tensor]]:
         parameters, state = dict(parameters), dict(given["state"])
         update = self.request.update
-        if update is None:
+        if update is None or self.is_reference:
             return parameters, state
         with torch.no_grad():
             if self.request.clip_grad_norm is not None:

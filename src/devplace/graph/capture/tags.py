@@ -23,6 +23,7 @@ from devplace.graph.graph import Stage
 
 UNKNOWN = "?"
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LOSSES = os.path.join(_PACKAGE, "chunk_loss.py")  # lies between the user's code and torch
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SKIP, _STOP, _USER = 0, 1, 2
@@ -45,6 +46,8 @@ class Tag(NamedTuple):
 
 @cache
 def _frame_kind(filename: str) -> int:
+    if filename == _LOSSES:
+        return _SKIP
     if filename.startswith(_PACKAGE):
         return _STOP
     in_stdlib = filename.startswith(_STDLIB) and "-packages" not in filename

@@ -1,0 +1,122 @@
+"""Along which dimension each input is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from devplace.errors import CaptureError
+
+BatchDims = Mapping[Any, int | None]
+"""Input's name -> the dimension its rows are in, or None if it has none. A name covers what is
+inside: `"1"` or `1` the second positional input, `"batch.mask"` an entry of a keyword input."""
+
+
+def named_dims(batch_dims: BatchDims | None) -> dict[str, int | None]:
+    """Dimensions by name.
+
+    Raises:
+        CaptureError: Not a dict of names and dimensions.
+    """
+    if batch_dims is None:
+        return {}
+    if not isinstance(batch_dims, Mapping):
+        raise CaptureError(
+            f"batch_dims must be a dict of inputs' names and dimensions, got "
+            f"{type(batch_dims).__name__}. Write batch_dims={{'1': 1, 'mask': None}}."
+        )
+    for name, dim in batch_dims.items():
+        is_name = isinstance(name, (str, int)) and not isinstance(name, bool)
+        is_dim = dim is None or (isinstance(dim, int) and not isinstance(dim, bool))
+        if not (is_name and is_dim):
+            raise CaptureError(
+                f"batch_dims must be a dict of inputs' names and dimensions, got {name!r}: "
+                f"{dim!r}. Give the dimension of its rows as an integer, or None for an input "
+                f"that is not cut."
+            )
+    return {str(name): dim for name, dim in batch_dims.items()}
+
+
+def cut_inputs(
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    micro_batches: int,
+    batch_dims: BatchDims | None = None,
+) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """Rows of each micro-batch (empty if there is one), and per leaf the dimension it is cut along.
+
+    The rows are those of the first input that `batch_dims` gives a dimension for, else of the first
+    tensor in its first dimension; what has as many in its first dimension is cut there.
+
+    Raises:
+        CaptureError: More micro-batches than rows, or a dimension that is not there.
+    """
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise CaptureError(
+            f"micro_batches must be an integer of at least 1, got {micro_batches!r}."
+        )
+    given = _given(names, leaves, named_dims(batch_dims))
+    whole: tuple[int | None, ...] = (None,) * len(leaves)
+    if micro_batches == 1:
+        return (), whole
+    first = next((k for k, dim in given.items() if dim is not None), None)
+    if first is None:
+        tensors = (k for k, leaf in enumerate(leaves) if _has_rows(leaf) and k not in given)
+        first = next(tensors, None)
+    if first is None:
+        raise CaptureError(
+            "micro_batches needs an input tensor with a batch dimension; none given."
+        )
+    rows = leaves[first].shape[given.get(first) or 0]
+    if micro_batches > rows:
+        raise CaptureError(
+            f"A batch cannot be cut into more micro-batches than rows: {micro_batches} "
+            f"micro-batches, but the batch has {rows} rows. Use micro_batches <= {rows}."
+        )
+    for k, dim in given.items():
+        if dim is not None and leaves[k].shape[dim] != rows:
+            raise CaptureError(
+                f"Inputs that are cut must have as many rows: {names[k]!r} has "
+                f"{leaves[k].shape[dim]} in dimension {dim}, {names[first]!r} has {rows}. Give "
+                f"the dimension of its rows in batch_dims, or None."
+            )
+    small, larger = divmod(rows, micro_batches)
+    sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))
+    usual = {k: 0 for k, leaf in enumerate(leaves) if _has_rows(leaf) and leaf.shape[0] == rows}
+    dims = {**usual, **given}
+    return sizes, tuple(dims.get(k) for k in range(len(leaves)))
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim >= 1
+
+
+def _given(
+    names: Sequence[str], leaves: Sequence[Any], wanted: Mapping[str, int | None]
+) -> dict[int, int | None]:
+    """Leaf -> dimension, counted from the front, of those that are named."""
+    found: dict[int, int | None] = {}
+    for name in sorted(wanted, key=len):  # the longest name counts
+        dim, inside = wanted[name], [k for k, n in enumerate(names) if _covers(name, n)]
+        if not inside:
+            raise CaptureError(
+                f"batch_dims names an input that is not there: {name!r}. Inputs are "
+                f"{', '.join(map(repr, names))}."
+            )
+        for k in inside:
+            leaf = leaves[k]
+            if not _has_rows(leaf):
+                continue  # numbers are never cut
+            if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
+                raise CaptureError(
+                    f"batch_dims names a dimension that is not there: {dim} of input "
+                    f"{names[k]!r}, which has shape {list(leaf.shape)}."
+                )
+            found[k] = None if dim is None else dim % leaf.ndim
+    return dict(sorted(found.items()))
+
+
+def _covers(name: str, leaf: str) -> bool:
+    return leaf == name or leaf.startswith(f"{name}.")
