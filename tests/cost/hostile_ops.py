@@ -1,4 +1,4 @@
-"""Ops of a user's own whose kernels do harm; a measuring process imports this module for them."""
+"""Ops of a user's own, most with kernels that do harm; a measuring process imports this module."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ def roots(x: torch.Tensor) -> torch.Tensor:
     if (x < 0).any():
         os.abort()
     return x.sqrt()
+
+
+@torch.library.custom_op("devplace_hostile::doubles", mutates_args={"x"})
+def doubles(x: torch.Tensor) -> None:
+    """Does no harm; it writes its argument."""
+    x.mul_(2)
 
 
 for op in (aborts, aborts_on_integers, hangs, raises, roots):

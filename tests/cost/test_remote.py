@@ -95,6 +95,19 @@ def test_an_op_that_only_this_process_knows_is_estimated() -> None:
     assert "a module that can be imported" in note
 
 
+def test_an_op_that_writes_its_argument_is_timed() -> None:
+    """In its functional form, which the process makes for itself."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        hostile.doubles(y)
+        return y
+
+    graph, table = priced(Around(doubled), torch.randn(4, 8))
+    assert any("doubles" in op.target for op in graph.ops)
+    assert unmeasured(table) == []
+
+
 class Picking(nn.Module):
     """Rows that are computed from the batch by ops on integers."""
 

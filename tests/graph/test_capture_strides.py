@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture, strides
 from devplace.graph.capture.analysis import tensors_in
-from devplace.graph.capture.strides import KernelStrides
+from devplace.graph.capture.fakes import Fakes
 from devplace.run.check import check
 from devplace.run.compile import compile_step
 
@@ -196,7 +196,7 @@ def test_fake_tensors_lie_as_the_kernels_lay_real_ones(name: str) -> None:
     op, x = OPS[name], torch.randn(2, 4, 6, 5, dtype=FLOAT)
     for layout in LAYOUTS.values():
         expected = recorded(op, x, layout)
-        with KernelStrides() as mode:
+        with Fakes().mode as mode:
             found = recorded(op, mode.from_tensor(x), layout)
         assert found == expected
 

@@ -83,7 +83,7 @@ def by_the_generator(h: Any) -> Any:
     return F.dropout(h, 0.5)
 
 
-@pytest.mark.parametrize("change", [seeded, forked, restored, drawn_again, by_the_generator])
+@pytest.mark.parametrize("change", [seeded, forked, restored, by_the_generator])
 def test_seeds_set_in_a_step_are_refused(change: Any) -> None:
     """Restored or not, and whatever the user's seed was before."""
     before = torch.get_rng_state()
@@ -92,6 +92,12 @@ def test_seeds_set_in_a_step_are_refused(change: Any) -> None:
         found = refusal(change)
         assert "must not seed torch's generator" in found
     torch.set_rng_state(before)
+
+
+def test_a_fork_without_a_seed_draws_the_same_twice() -> None:
+    """So its noise cancels, as in eager mode."""
+    x, y = batch()
+    compare_with_eager(Net(drawn_again).double(), [(x.double(), y)] * 2, loss_fn, sgd, at_random(0))
 
 
 def test_a_fork_without_draws_is_no_seed() -> None:

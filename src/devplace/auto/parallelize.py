@@ -27,6 +27,7 @@ from devplace.graph.capture import capture
 from devplace.graph.capture.batch import as_call, open_dataclasses
 from devplace.graph.capture.cutting import BatchDims
 from devplace.graph.capture.refuse import unwrap
+from devplace.graph.capture.several import as_one
 from devplace.graph.fusion import fuse_for
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
@@ -53,7 +54,7 @@ def parallelize(
     model: torch.nn.Module,
     example_inputs: Any = (),
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     machine: MachineLike = "detect",
     budget: str = "60s",
@@ -89,7 +90,7 @@ def parallelize(
             and dtypes are fixed; integers among them are used to measure.
         loss_fn: As for `capture`; None with an optimizer: the model returns the loss. None without
             one: inference, the step returns the model's output.
-        optimizer: torch.optim SGD, Adam or AdamW over parameters of the model.
+        optimizer: As for `capture`.
         machine: `detect`, a preset's name, a machine file, a machine, or a number of logical CPU
             devices; its devices must be those of this computer.
         budget: Time for everything, capture and confirmation included, as `60s` or `2min`. With a
@@ -127,6 +128,7 @@ def parallelize(
         raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
     _check_model(model)
+    optimizer = as_one(optimizer)
     found = find_machine(machine)
     left_out = excluded(found, exclude, uses_cpu)
     require_here(found, left_out)

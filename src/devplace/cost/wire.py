@@ -39,7 +39,7 @@ def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
     facts = {
         "tensor_of": dict(program.tensor_of),
         "op_of": dict(program.op_of),
-        "random_ops": program.random_ops,
+        "random_ops": dict(program.random_ops),
         "layouts": dict(program.layouts),
         "training": program.training,
         "device": program.device,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from devplace.errors import InputError
+from devplace.graph.capture.writes import functional, original
 
 NodeData = tuple[str, str, Any, Any, Any]
 """Kind, name, target, arguments and named arguments of a node."""
@@ -34,11 +35,13 @@ class _Op:
 
     Attributes:
         origins: Of an op that is not torch's own: modules and libraries that may register it.
+        of: Of the functional form of an op that writes its arguments: that op.
     """
 
     name: str
     overload: str
     origins: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    of: _Op | None = None
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,18 @@ def graph_from_data(nodes: list[NodeData], keeps_unknown: bool = False) -> torch
 
 def _target_out(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-        return _Op(name, target._overloadname, _origins(name))
+        name, of = target._schema.name, original(target)
+        origins = _origins(name) if of is None else ()
+        return _Op(name, target._overloadname, origins, None if of is None else _target_out(of))
     return target
 
 
 def _target_in(target: Any, keeps_unknown: bool) -> Any:
     if not isinstance(target, _Op):
         return target
+    if target.of is not None:
+        of = _target_in(target.of, keeps_unknown)
+        return of if isinstance(of, UnknownOp) else functional(of)
     found = _overload(target)
     for origin in target.origins if found is None else ():
         with contextlib.suppress(Exception, SystemExit):  # of the user's code

@@ -79,7 +79,9 @@ class Program:
         scalars: Function of the 1-based step number and, optionally, the optimizer's present
             param_groups -> value of every scalar input (learning rate, bias corrections ...), as
             Python floats, exactly as torch.optim computes them on the host.
-        random_ops: Names of FX nodes that draw random numbers from a generator, in trace order.
+        random_ops: Name of each FX node that draws random numbers from a generator, in trace order
+            -> position of the draw in the step, of which its seed is made. Ops of one position
+            draw the same numbers, as activation checkpointing does.
         layouts: Names of FX calls whose kernels may lay out what they make otherwise than the trace
             says -> the layouts of the trace, which executors give these outputs: what reads them
             may count elements in memory.
@@ -107,7 +109,7 @@ class Program:
     tensor_of: Mapping[str, int]
     op_of: Mapping[str, int]
     scalars: Callable[[int, Sequence[Mapping[str, Any]] | None], dict[str, float]]
-    random_ops: tuple[str, ...] = ()
+    random_ops: Mapping[str, int] = field(default_factory=dict)
     layouts: Mapping[str, Layouts] = field(default_factory=dict)
     input_spec: Any = None
     input_constants: Mapping[int, Any] = field(default_factory=dict)

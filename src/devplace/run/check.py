@@ -12,6 +12,7 @@ import torch
 from devplace.errors import VerificationError
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call
+from devplace.graph.capture.several import as_one
 from devplace.graph.graph import StepResult
 from devplace.run.copies import clone_tensor
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
@@ -239,6 +240,7 @@ class _Pair:
     def __init__(
         self, graph: OpGraph, model: Any, optimizer: Any, seed: int, device: str = "cpu"
     ) -> None:
+        optimizer = as_one(optimizer)
         state = ModelState(graph, model, optimizer, invent_seed=seed)
         self._graph = graph
         self._seed = seed

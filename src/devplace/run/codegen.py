@@ -66,7 +66,7 @@ class _Generator:
         self._program = schedule.graph.program
         self._device = device
         self._is_timed = is_timed
-        self._position = {name: k for k, name in enumerate(self._program.random_ops)}
+        self._position = self._program.random_ops
         self._names: dict[Any, str] = {}
         self._globals: dict[str, Any] = {
             "Stopped": StoppedError,

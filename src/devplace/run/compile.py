@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import ExecutionError, InputError
 from devplace.graph import OpGraph
+from devplace.graph.capture.several import as_one, each_of
 from devplace.graph.program import Constant
 from devplace.kernels.prepare import prepare
 from devplace.run.captured import CapturedFacts, SharedValues
@@ -101,7 +102,7 @@ class Step:
         self.is_timed = False
         self.timeline: MeasuredTimeline | None = None
         self._lost_by = ""
-        self._optimizer = optimizer
+        self._optimizer = as_one(optimizer)
         self._graph = graph
         self._changes_state = bool(graph.replaced)
         self._state = ModelState(graph, model, optimizer, invent_seed)
@@ -227,7 +228,8 @@ class Step:
         self._is_synced = self._is_synced and not self._changes_state
         self._shared.go_ahead()
         if self._optimizer is not None:
-            self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
+            for one in each_of(self._optimizer):
+                one._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:
             self.timeline = outcome.timeline.after(batch_ns)
         return outcome

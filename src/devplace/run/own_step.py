@@ -13,9 +13,12 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import as_call, open_dataclasses
+from devplace.graph.capture.batch import as_call, open_dataclasses, open_objects
+from devplace.graph.capture.guards.state import left_alone
 from devplace.graph.capture.loss import loss_call
+from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.refuse import unwrap
+from devplace.graph.capture.several import as_one, each_of
 from devplace.graph.capture.sources import Slots, Sources, find_sources
 from devplace.graph.capture.surroundings import undisturbed
 from devplace.graph.program import RANDOM_KEYS
@@ -63,10 +66,12 @@ def run_own(graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any
         graph: The captured step; tells the loss function, clipping and autocast.
         model, optimizer, inputs, kwargs: As for `check`.
     """
-    model = unwrap(model)
+    model, optimizer = unwrap(model), as_one(optimizer)
     sources = find_sources(model)
     twins = _twins(sources)
-    with undisturbed(model):
+    outside = find_outside(model, graph.program.loss_fn)
+    modules = dict(model.named_modules()) | outside.modules
+    with undisturbed(), left_alone(modules, outside):
         slots = Slots(model, sources)
         slots.put(list(twins.values()))
         heads, loss = _heads(graph, model, inputs, kwargs)
@@ -95,10 +100,11 @@ def _heads(graph: OpGraph, model: Any, inputs: Any, kwargs: Any) -> tuple[list[A
     autocast: Any = contextlib.nullcontext()
     if graph.meta["autocast"]:
         autocast = torch.autocast(program.device, dtype=getattr(torch, graph.meta["autocast"]))
-    with torch.set_grad_enabled(mode == "train"), autocast:
+    has_gradients = mode == "train" or "derivatives" in graph.meta
+    with torch.set_grad_enabled(has_gradients), autocast:
         if mode == "inference":
-            leaves = pytree.tree_leaves(open_dataclasses(model(*args, **named)))
-            return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], None
+            leaves = pytree.tree_leaves(open_objects(model(*args, **named)))
+            return [each.detach() for each in leaves if isinstance(each, torch.Tensor)], None
         loss = _one_number(loss_call(model, program.loss_fn)(*args, **named))
     return [loss.detach()], loss
 
@@ -143,18 +149,21 @@ def _update(
     def twin(parameter: Any) -> Any:
         return twin_of.setdefault(id(parameter), parameter.detach())
 
-    own = object.__new__(type(optimizer))
-    own.__dict__.update(optimizer.__dict__)
-    own.param_groups = [
-        {**group, "params": [twin(p) for p in group["params"]]} for group in optimizer.param_groups
-    ]
-    known = {twin(p): copy.deepcopy(state) for p, state in optimizer.state.items()}
-    own.state = defaultdict(dict, known)
-    type(own).step(own)  # a scheduler has put a counting function on the instance
+    state: dict[Any, Any] = {}
+    for one in each_of(optimizer):
+        own = object.__new__(type(one))
+        own.__dict__.update(one.__dict__)
+        own.param_groups = [
+            {**group, "params": [twin(p) for p in group["params"]]} for group in one.param_groups
+        ]
+        known = {twin(p): copy.deepcopy(kept) for p, kept in one.state.items()}
+        own.state = defaultdict(dict, known)
+        type(own).step(own)  # a scheduler has put a counting function on the instance
+        state |= own.state
     return {
         (name, slot): value
         for name in sources.parameters
-        for slot, value in own.state.get(twins[name], {}).items()
+        for slot, value in state.get(twins[name], {}).items()
     }
 
 
@@ -170,6 +179,6 @@ def _results(
             found.append(next(rest, None))
             continue
         binding = bindings[result.replaces]
-        key = (binding.key, binding.slot) if binding.kind == "state" else binding.key
+        key: Any = (binding.key, binding.slot) if binding.kind == "state" else binding.key
         found.append((state if binding.kind == "state" else after).get(key))
     return found

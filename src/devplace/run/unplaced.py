@@ -34,7 +34,7 @@ def run_unplaced(
     """
     program = graph.program
     bindings = iter(program.bindings)
-    position = {name: k for k, name in enumerate(program.random_ops)}
+    position = program.random_ops
     waiting = {node: len(node.users) for node in program.module.graph.nodes}
     values: dict[Any, Any] = {}
     place = torch.device(device)

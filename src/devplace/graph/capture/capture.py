@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,21 +30,21 @@ from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.padding import pad_products
 from devplace.graph.capture.recompute import recompute
 from devplace.graph.capture.refuse import (
+    GradientsNeededError,
     explain,
     refuse_hidden_state,
     refuse_hooks,
-    refuse_recomputed_random,
     refuse_replaced_variables,
     refuse_stray_parameters,
     refuse_written_inputs,
     unwrap,
 )
+from devplace.graph.capture.several import as_one
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Input, Request, Step
-from devplace.graph.capture.strides import KernelStrides
 from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.capture.values import shown
@@ -59,7 +60,7 @@ def capture(
     model: torch.nn.Module,
     example_inputs: Any = (),
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     micro_batches: int = 1,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -92,7 +93,8 @@ def capture(
             so; a torch loss such as `F.cross_entropy` or `nn.MSELoss()` is applied to the model's
             output and the last positional input. Without it, the model must return the loss or
             have `.loss`.
-        optimizer: torch.optim SGD, Adam or AdamW over parameters of the model.
+        optimizer: One of torch.optim that takes dense gradients, over parameters of the model; or
+            a list of several, each over its own.
         micro_batches: Number of chunks the batch is cut into. Loss and gradients are those of the
             whole batch; on the example batch both are computed and compared.
         example_kwargs: Further keyword inputs.
@@ -136,7 +138,7 @@ def capture(
     Complexity: Linear, about 1 ms of CPU per op.
     """
     with _one_at_a_time:
-        model = unwrap(model)
+        model, optimizer = unwrap(model), as_one(optimizer)
         request = _request(
             model,
             loss_fn,
@@ -168,7 +170,12 @@ def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx
     step = Step(request, tagger)
     with torch.inference_mode(False), undisturbed():
         flat = _fakes(step)
-        gm = _trace(step, flat, tagger)
+        try:
+            gm = _trace(step, flat, tagger)
+        except GradientsNeededError:
+            if request.has_gradients:
+                raise
+            return _traced(replace(request, has_gradients=True), progress)
     return step, gm
 
 
@@ -183,7 +190,7 @@ def _refuse_difference(step: Step) -> None:
         return
     is_named = isinstance(difference, CaptureError) and not isinstance(difference, DifferentError)
     if is_named or not step.changed:
-        raise explain(difference, step.tagger)
+        raise explain(difference, step)
     (variable, now), *_ = step.changed
     where = f" ({difference.where})" if isinstance(difference, DifferentError) else ""
     raise CaptureError(
@@ -235,6 +242,7 @@ def _request(
         stack_gradients,
         fuse,
         stack_inputs,
+        has_gradients=mode == "train",
         compares_batches=compare_batches,
     )
 
@@ -320,6 +328,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         mode = get_proxy_mode()
         if mode is not None:
             tagger.install(mode.tracer)
+            step.fakes.tracer = mode.tracer
 
     step.install = install
     options: dict[str, Any] = {}
@@ -329,12 +338,11 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     try:
         with trace_settings(step.request.device_type):
             gm = tracer(*flat)
-            refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
             refuse_stray_parameters(gm, step)
             gm = make_functional(gm, flat, tagger)
     except (Exception, SystemExit) as error:
-        raise explain(error, tagger) from None
+        raise explain(error, step) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
     own_memory(gm.graph)
@@ -368,18 +376,26 @@ def _make_fusible(graph: torch.fx.Graph, step: Step) -> None:
     clean(graph)
 
 
+def _fake_state(request: Request, entry: Input, device: str) -> torch.Tensor:
+    param = request.sources.parameters[entry.key]
+    assert request.update is not None
+    fresh = request.update.rules[entry.key].fresh_of(str(entry.slot), param)
+    if fresh.shape == tuple(param.shape):
+        return torch.empty_like(param, dtype=fresh.dtype, device=device)
+    return torch.empty(fresh.shape, dtype=fresh.dtype, device=device)
+
+
 def _fakes(step: Step) -> list[torch.Tensor]:
     """Fake tensors for the step's inputs, laid out in memory as the real ones."""
     request = step.request
     sources, device = request.sources, request.device_type
-    mode = KernelStrides()
 
     def fake(like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         return made.requires_grad_(requires_grad)
 
     flat: list[torch.Tensor] = []
-    with mode:
+    with step.fakes.mode:
         for entry in step.inputs:
             if entry.kind == "parameter":
                 real = sources.parameters[entry.key]
@@ -387,14 +403,12 @@ def _fakes(step: Step) -> list[torch.Tensor]:
             elif entry.kind == "buffer":
                 flat.append(fake(sources.buffers[entry.key]))
             elif entry.kind == "state":
-                flat.append(torch.empty_like(sources.parameters[entry.key], device=device))
+                flat.append(_fake_state(request, entry, device))
             elif entry.kind == "constant":
                 flat.append(fake(sources.hollow[entry.key]))
             elif entry.kind == "input":
-                flat.append(fake(request.batch.leaves[int(entry.slot)]))
+                example = request.batch.leaves[int(entry.slot)]
+                flat.append(fake(example, example.requires_grad))
             else:
                 flat.append(torch.empty((), dtype=torch.float64, device=device))
-    return [
-        t if t.requires_grad and i < len(sources.parameters) else t.detach()
-        for i, t in enumerate(flat)
-    ]
+    return [t if t.requires_grad else t.detach() for t in flat]

@@ -47,6 +47,12 @@ def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
             raise _not_a_tensor(node)
         holder = by_value.get(id(value))
         if holder is None:
+            if value.layout != torch.strided:
+                tag = node.meta["tag"]
+                raise CaptureError(
+                    f"Tensors must be dense: {describe_place(tag.module, tag.line)} reads one that "
+                    f"is {value.layout}. Make it dense (.to_dense())."
+                )
             if isinstance(value, FakeTensor):
                 raise CaptureError(
                     "A tensor made outside the step has no value: it is fake. Create the model "
@@ -121,7 +127,7 @@ class _Builder:
         self.tensors: list[Tensor] = []
         self.tensor_of: dict[str, int] = {}
         self.op_of: dict[str, int] = {}
-        self.random: list[str] = []
+        self.random: dict[str, int] = {}
         self._names: set[str] = set()
         self._parts: dict[str, dict[int, int]] = {}
 
@@ -192,7 +198,7 @@ class _Builder:
         tag = node.meta["tag"]
         random = is_random(node)
         if random:
-            self.random.append(node.name)
+            self.random[node.name] = tag.draw
         flops = read = written = 0
         if base < 0:
             flops = count_flops(node)
@@ -283,8 +289,8 @@ def _program(
         tensor_of=builder.tensor_of,
         op_of=builder.op_of,
         scalars=request.update.scalars if request.update else _no_scalars,
-        random_ops=tuple(builder.random),
-        layouts=unsure(gm.graph),
+        random_ops=builder.random,
+        layouts=unsure(gm.graph, step.fakes.strides),
         input_spec=request.batch.spec,
         input_constants={
             i: leaf

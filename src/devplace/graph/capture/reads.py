@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.values import (
@@ -19,6 +18,7 @@ from devplace.graph.capture.values import (
     holds_fakes,
     is_array,
     is_kept,
+    is_traced,
     kept,
 )
 
@@ -156,7 +156,7 @@ class Reads:
                 if known is not None:
                     known[name] = NOTHING
                 raise
-            is_outside = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            is_outside = isinstance(value, torch.Tensor) and not is_traced(value)
             if known is not None and (value is None or is_outside):
                 known[name] = value
             return value

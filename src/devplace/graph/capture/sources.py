@@ -61,6 +61,13 @@ def find_sources(model: torch.nn.Module) -> Sources:
                 f"Lazy parameters must be initialised before capture: {name!r} has no shape yet. "
                 f"Call the model once on an example batch."
             )
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "parameter" if is_parameter else "buffer"
+            layout = "nested" if tensor.is_nested else tensor.layout
+            raise CaptureError(
+                f"Parameters and buffers must be dense: {kind} {name!r} is {layout}. Keep it as a "
+                f"dense tensor (.to_dense()), or as indices and values, and use index_add."
+            )
         if id(tensor) in first:
             shared[name] = first[id(tensor)]
             continue

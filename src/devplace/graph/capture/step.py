@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.assigned import data_written, refuse_other_buffers
-from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
+from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
+from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_objects
 from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, Whole, joined
+from devplace.graph.capture.fakes import Fakes
 from devplace.graph.capture.guards.host import draws_on_host, host_watched
-from devplace.graph.capture.guards.state import Executed, Outliving, followed
+from devplace.graph.capture.guards.state import Executed, Outliving, followed, left_alone
 from devplace.graph.capture.guards.twice import Recorder
 from devplace.graph.capture.loss import (
     Returned,
@@ -76,6 +77,8 @@ class Request:
         stack_gradients: Whether products of a weight's gradient are stacked.
         fuse: Whether the step is made ready to be fused.
         stack_inputs: Whether products of inputs with one weight are made one.
+        has_gradients: Whether operations can be differentiated: in training, and where the model
+            itself takes derivatives by its inputs.
         whole: Of micro-batches, what the step of the whole batch says.
         is_compared: Whether the step also gives what micro-batches are compared by (`Step.extra`).
         compares_batches: Whether micro-batches must compute what the whole batch does.
@@ -96,6 +99,7 @@ class Request:
     stack_gradients: bool = False
     fuse: bool = False
     stack_inputs: bool = False
+    has_gradients: bool = False
     whole: Whole = field(default_factory=Whole)
     is_compared: bool = False
     compares_batches: bool = True
@@ -116,6 +120,7 @@ class Step:
             if the batch is whole.
         shapes: Shape of each further output, None for what is no tensor.
         compared: Graph of the loss, the further outputs and `extra`, once it is traced.
+        fakes: The mode of its fake tensors.
     """
 
     request: Request
@@ -134,6 +139,7 @@ class Step:
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     shapes: tuple[torch.Size | None, ...] = ()
     compared: torch.fx.GraphModule | None = None
+    fakes: Fakes = field(default_factory=Fakes)
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
@@ -189,7 +195,7 @@ class Step:
                 self._rehearse(given, slots, outliving)
             self._put_back_variables()
             self.tagger.restart()
-            with data_written(given["parameter"] | given["buffer"]), outliving.put_back():
+            with _written(given), outliving.put_back():
                 slots.put(_sources(given))
                 heads, grads = self._run(given)
                 now = slots.get()
@@ -217,7 +223,7 @@ class Step:
         if drawn_from:
             raise draws_on_host("the step", drawn_from)
         self.names = outliving.tensors | self.names
-        self._recorder = None
+        self._recorder = self.fakes.call_of = None
         self.outputs, self.output_spec, self.output_leaves = [], None, ()
 
     def _recorded(self, like: Given, slots: Slots, before: Recorder | None = None) -> Recorder:
@@ -230,7 +236,8 @@ class Step:
         slots.put(_sources(given))
         recorder = self._recorder = Recorder(flat, self._place, before)
         watched = host_watched(recorder.drawn, self._place, before is not None)
-        with data_written(given["parameter"] | given["buffer"]), recorder, watched:
+        self.fakes.call_of = recorder.call_of
+        with _written(given), recorder, watched:
             heads, grads = self._run(given)
         now = slots.get()
         there = set(map(id, now))
@@ -299,13 +306,11 @@ class Step:
     def _run(
         self, given: dict[str, dict[Any, torch.Tensor]]
     ) -> tuple[Tensors, dict[str, torch.Tensor]]:
-        if self.request.mode == "inference":
-            with torch.no_grad():
+        with torch.set_grad_enabled(self.request.has_gradients):
+            if self.request.mode == "inference":
                 return self._infer(given["input"]), {}
-        wanted = self._differentiated(given["parameter"])
-        chunks = self._chunks(given["input"])
-        grad_mode = torch.enable_grad if self.request.mode == "train" else torch.no_grad
-        with grad_mode():
+            wanted = self._differentiated(given["parameter"])
+            chunks = self._chunks(given["input"])
             whole = self._counts_of_whole(_flat(given))
             run = functools.partial(self._forward, chunks=chunks, counts=whole)
             first = run(0)
@@ -353,6 +358,18 @@ class Step:
         with context:
             return self.request.call(*args, **kwargs)
 
+    def run_eagerly(self) -> None:
+        """Run forward and backward on the example batch, with the values that are there."""
+        with (
+            left_alone(self._modules, self.outside),
+            torch.set_grad_enabled(self.request.has_gradients),
+        ):
+            returned = self._call(self.request.batch.leaves)
+            wanted = self._differentiated(self.request.sources.parameters)
+            if wanted:
+                loss = read_loss(returned).loss
+                torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+
     def _forward(
         self, index: int, chunks: list[list[Any]], counts: list[torch.Tensor | None] | None
     ) -> Returned:
@@ -392,7 +409,7 @@ class Step:
     def _infer(self, inputs: dict[int, torch.Tensor]) -> Tensors:
         chunks = self._chunks(inputs)
         self.tagger.micro_batch = 0
-        tree = open_dataclasses(self._call(chunks[0]))
+        tree = open_objects(self._call(chunks[0]))
         values, spec = pytree.tree_flatten(tree)
         heads = self._heads(leaf_names("output", tree), values, spec)
         if not heads:
@@ -568,6 +585,13 @@ class Step:
             yield
         finally:
             tagger.owner, tagger.stage, tagger.micro_batch = before
+
+
+@contextlib.contextmanager
+def _written(given: Given) -> Iterator[None]:
+    """Assignments inside are writes that a trace sees."""
+    with data_written(given["parameter"] | given["buffer"]), masks_written():
+        yield
 
 
 def _flat(given: Given) -> Tensors:

@@ -27,8 +27,8 @@ MAX_BYTES = 2**20
 milliseconds (one x86 core)."""
 
 
-class KernelStrides(FakeTensorMode):
-    """Fake tensors that lie as the kernels of the device lay theirs.
+class KernelStrides:
+    """How the kernels of a device lay out what they make.
 
     Each kernel of ATen is run once for every layout, dtype and plain argument it is met with, on
     made-up values: floats are 1, integers and masks 0, which is an index in every table. Kernels
@@ -36,18 +36,20 @@ class KernelStrides(FakeTensorMode):
     libraries, which may do more than compute; what their fake kernels say is then kept by the
     executors (`unsure`). CUDA kernels are run only where the process uses CUDA already, and only
     where a tensor is not contiguous.
+
+    Args:
+        mode: Of the fake tensors.
     """
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
         # A trace is made without these, a step runs with them.
         self._libraries = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
         self._known: dict[Any, Layouts | None] = {}
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The fake value of a call."""
-        made = super().dispatch(func, types, args, kwargs or {})
-        layouts = self.learned(func, args, kwargs or {}, made)
+    def laid_out(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Any:
+        """What the fake kernel of a call gives, lying as the real one's."""
+        layouts = self.learned(func, args, kwargs, made)
         if layouts is None:
             return made
         leaves, spec = pytree.tree_flatten(made)
@@ -60,7 +62,7 @@ class KernelStrides(FakeTensorMode):
             return value
         with no_dispatch():
             bare = torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
-        return FakeTensor(self, bare, value.device)
+        return FakeTensor(self._mode, bare, value.device)
 
     def learned(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
@@ -149,11 +151,12 @@ def _span(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     sides = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in sides)
+    last: int = sum((size - 1) * stride for size, stride in sides)
+    return 1 + last
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    return _span(tensor) * tensor.element_size()
+    return int(_span(tensor) * tensor.element_size())
 
 
 def _key(value: Any) -> Any:
@@ -175,7 +178,7 @@ def _lies_so(value: Any, strides: tuple[int, ...] | None) -> bool:
     return value.numel() == 0 or all(size == 1 or one == other for size, one, other in sides)
 
 
-def unsure(graph: torch.fx.Graph) -> dict[str, Layouts]:
+def unsure(graph: torch.fx.Graph, strides: KernelStrides) -> dict[str, Layouts]:
     """Layouts of the calls of a clean graph that a kernel may not keep: name -> as traced.
 
     Sure is what the kernel was seen to make of the same inputs. Tensors with gaps come to other
@@ -190,12 +193,11 @@ def unsure(graph: torch.fx.Graph) -> dict[str, Layouts]:
         made = node.meta["val"]
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         leaves = pytree.tree_leaves(made)
-        mode = next((t.fake_mode for t in leaves if isinstance(t, FakeTensor)), None)
         known = None
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         is_same = is_pointwise or all(map(is_dense, tensors_in((args, kwargs))))
-        if isinstance(mode, KernelStrides) and is_same:
-            known = mode.learned(node.target, args, kwargs, made)
+        if is_same:
+            known = strides.learned(node.target, args, kwargs, made)
         if known is None or not all(map(_lies_so, leaves, known)):
             found[node.name] = layouts_of(made)
     return found
@@ -203,4 +205,4 @@ def unsure(graph: torch.fx.Graph) -> dict[str, Layouts]:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no gaps and repeats nothing."""
-    return tensor.numel() == _span(tensor)
+    return bool(tensor.numel() == _span(tensor))

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+import torch.utils.checkpoint
 
 
 @contextlib.contextmanager
@@ -46,6 +47,9 @@ def trace_settings(device_type: str) -> Iterator[None]:
             stack.enter_context(torch.device(device_type))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(_silent("torch._subclasses.fake_tensor"))
+        # Checkpointing keeps the state of GPUs' generators, too; draws are counted by the CPU's.
+        keep = torch.utils.checkpoint.get_device_states
+        torch.utils.checkpoint.get_device_states = lambda *args: ([], [])
         torch._C._set_cudnn_enabled(False)
         torch._C._set_mkldnn_enabled(False)
         try:
@@ -53,6 +57,7 @@ def trace_settings(device_type: str) -> Iterator[None]:
         finally:
             torch._C._set_cudnn_enabled(was[0])
             torch._C._set_mkldnn_enabled(was[1])
+            torch.utils.checkpoint.get_device_states = keep
 
 
 @contextlib.contextmanager

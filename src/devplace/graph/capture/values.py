@@ -86,9 +86,16 @@ def is_list_or_dict(value: Any) -> bool:
     return type(value) in (*_DICTS, *_LISTS, set)
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tensor of a trace, without values: a fake one, or one that a transform
+    of torch.func (grad, vmap) has wrapped."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_wrapped(value))
+
+
 def holds_fakes(value: Any) -> bool:
     """Whether tensors without values are in a value that can be kept."""
-    return any(isinstance(part, FakeTensor) for part in leaves(value) or ())
+    return any(map(is_traced, leaves(value) or ()))
 
 
 def _is_container(value: Any) -> bool:

@@ -51,7 +51,7 @@ def fused_program(
         bindings=tuple(replace(bindings[u], op=k) for u, k in home.items() if u in bindings),
         tensor_of=made.tensor_of,
         op_of=made.op_of,
-        random_ops=tuple(made.names.get(name, name) for name in old.random_ops),
+        random_ops={made.names.get(name, name): k for name, k in old.random_ops.items()},
         layouts=made.layouts,
     )
 

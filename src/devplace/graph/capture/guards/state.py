@@ -194,6 +194,23 @@ class Outliving:
 
 
 @contextlib.contextmanager
+def left_alone(modules: Mapping[str, torch.nn.Module], outside: Outside) -> Iterator[None]:
+    """Put back what functions write to inside, other than values of tensors.
+
+    Args:
+        modules, outside: As for `Outliving`.
+    """
+    outliving = Outliving(modules, outside)
+    try:
+        with outliving.put_back(), followed({}, outliving.meet):
+            yield
+    finally:
+        for variable in outside.variables:
+            if differs(variable.present(), variable.value):
+                variable.put(variable.value)
+
+
+@contextlib.contextmanager
 def followed(found: Executed, meet: Meet) -> Iterator[None]:
     """Follow the user's functions that run inside.
 

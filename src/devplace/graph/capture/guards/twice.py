@@ -13,6 +13,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import draws, written_by
 from devplace.graph.capture.draws import Draws
 from devplace.graph.capture.sources import memory
+from devplace.graph.capture.tags import control_flow
 
 _DEVICE = torch.ops.prim.device.default
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -64,6 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._is_steady: list[bool] = []
         self._of: dict[int, int] = {}  # id of a tensor -> its number
         self._alive: list[torch.Tensor] = []  # so that ids stay their own
+        self._calls: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id of the one output
         self._state: dict[int, int] = {}  # memory -> number of all writes to it
         self._drawn: list[Any] = []
         self._num_draws = 0
@@ -77,6 +79,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise control_flow(func, self._place())
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         node = torch._C._current_autograd_node()
@@ -87,7 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         reads: list[int] = []
         given = self._sign((args, kwargs), reads)
         if draws(func, args, kwargs):
-            reads.append(self._draw(node is not None))
+            reads.append(self._draw())
         made = func(*args, **kwargs)
         number = self._number(_Made(func, given, tuple(reads)))
         written = written_by(func, args, kwargs)
@@ -99,7 +103,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for index, tensor in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
             if isinstance(tensor, torch.Tensor) and not any(tensor is each for each in written):
                 self._put(tensor, self._number(_Made("output", index, (number,))))
+        if isinstance(made, torch.Tensor) and not written:
+            self._calls[id(made)] = func, args
         return made
+
+    def call_of(self, tensor: torch.Tensor) -> tuple[Any, Sequence[Any]] | None:
+        """Op that made a tensor which nothing has been written to, and its arguments."""
+        return None if memory(tensor) in self._state else self._calls.get(id(tensor))
 
     def sees_backward(self) -> bool:
         """Whether the backward pass is to run, too: where functions of the user's are in it.
@@ -150,12 +160,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._is_steady[number] and self._is_steady[self._state.get(memory(tensor), 0)]
         )
 
-    def _draw(self, in_backward: bool) -> int:
+    def _draw(self) -> int:
         """Number of a draw from torch's generator."""
-        where = self._place()
-        position = self._draws.take(where)
-        if position < self._num_draws and not in_backward:  # there it is a checkpoint's
-            raise _seeds(where)
+        position = self._draws.take(self._place())
         self._num_draws = max(self._num_draws, position + 1)
         return self._number(_Made("draw", position))
 
