@@ -157,7 +157,7 @@ def capture(
             step, gm, unchecked = trace_chunks(request, lambda each: _traced(each, progress))
         else:
             step, gm = _traced(request, progress)
-        meta = _meta(request, micro_batches, batch_dims, unchecked)
+        meta = _meta(step.request, micro_batches, batch_dims, unchecked)
         if not request.stack_gradients:
             meta["spared_by_stacking"] = num_spared_products(gm.graph)
         graph = to_graph(gm, step, name or type(model).__name__, meta)
@@ -296,6 +296,7 @@ def _meta(
         "batch_dims": named_dims(batch_dims),
         "unchecked": unchecked,
         "tied": request.sources.shared,
+        "derivatives": request.has_gradients and request.mode != "train",
         BATCH_ON: _batch_home(request.batch.leaves),
     }
     return {key: value for key, value in further.items() if value} | {
