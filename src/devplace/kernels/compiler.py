@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -81,6 +81,7 @@ def _compiled(call: FusedCall, signature: Signature, way: Mapping[str, Any]) -> 
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    choose_assembler()
     device = torch.device(signature.device)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with config.patch({**OPTIONS, **way}), torch.no_grad(), _current(device):
@@ -103,11 +104,25 @@ def load(source: str) -> Function:
             from torch._inductor import config
             from torch._inductor.codecache import PyCodeCache
 
+            choose_assembler()
             with config.patch(OPTIONS):
                 function: Function = PyCodeCache.load(source).call
     except Exception as error:
         raise ExecutionError(_reason(error)) from error
     return function
+
+
+def choose_assembler() -> None:
+    """Let Triton know torch's assembler from the start.
+
+    torch names it only right before the first kernel is assembled. A process that compiles has then
+    asked for Triton's own, whose version becomes part of all keys of Triton's cache, and one that
+    loads has not: it would assemble every kernel again (12 s for 27 groups of BERT-large).
+    """
+    from torch._inductor.runtime import compile_tasks
+
+    with suppress(AttributeError):
+        compile_tasks._set_triton_ptxas_path()
 
 
 @contextmanager
