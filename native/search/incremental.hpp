@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "clock.hpp"
+#include "copies.hpp"
 #include "tails.hpp"
 
 namespace devplace {
@@ -15,13 +16,13 @@ class Incremental {
  public:
   static constexpr i64 never = Clock::never;
 
-  explicit Incremental(const Core& core) : core_(core), clock_(core), tails_(core, clock_.nodes) {
+  explicit Incremental(const Core& core) : core_(core), clock_(core), tails_(core, clock_.nodes), copies_(core) {
     marked_.assign(core.num_tasks, 0);
   }
 
   const std::vector<i32>& device() const { return device_; }
   const std::vector<i64>& priority() const { return priority_; }
-  i64 makespan() const { return makespan_; }
+  i64 makespan() const { return copies_.batch_ns() + makespan_; }
   i64 num_events() const { return clock_.num_events; }
 
   // Takes a placement as the one that changes start from, with its critical-path priorities.
@@ -34,6 +35,7 @@ class Incremental {
       clock_.nodes[v].work = work(v, device_[v]);
       clock_.load[device_[v]] += clock_.nodes[v].work;
     }
+    copies_.set(device_);
     tails_.set(device_);
     use_tails();
     record(-1);
@@ -67,7 +69,8 @@ class Incremental {
       held_ranks_.swap(clock_.ranks);
       use_tails();
     }
-    return resume(cutoff);
+    const i64 found = resume(cutoff - copies_.batch_ns());
+    return found == never ? never : copies_.batch_ns() + found;
   }
 
   void reject() {
@@ -127,6 +130,7 @@ class Incremental {
   i64 work(i32 task, i32 device) const { return core_.is_source[task] ? 0 : core_.duration(task, device); }
 
   void place(i32 task, i32 device) {
+    copies_.move(task, device_[task], device);
     Clock::Node& node = clock_.nodes[task];
     clock_.load[node.device] -= node.work;
     device_[task] = node.device = device;
@@ -216,6 +220,7 @@ class Incremental {
   const Core& core_;
   Clock clock_;
   Tails tails_;
+  Copies copies_;
   Ranks held_ranks_;
   std::vector<Clock::Snapshot> snapshots_;
   int num_snapshots_ = 0;

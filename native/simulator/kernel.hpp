@@ -30,6 +30,9 @@ struct Core {
   std::vector<i32> in_task, in_storage;  // of in_carrier, so that a release reads in sequence
   std::vector<i32> cons_carrier;         // of cons, likewise
   std::vector<i64> duration_ns, latency_ns, held_bytes;
+  std::vector<i64> copy_ns;                // [K, D]
+  std::vector<i32> copied;                 // read-only sources whose copies take time
+  std::vector<i32> read_ptr, read_copied;  // of each task, those that it reads, as places in `copied`
   std::vector<Price> prices;  // [C, T]
   bool one_stream = true;
   std::vector<i32> link_class, channel_ptr, channel, streams, pool;
@@ -39,6 +42,20 @@ struct Core {
   }
   i64 duration(i32 task, i32 device) const {
     return duration_ns[static_cast<std::size_t>(task) * num_devices + device];
+  }
+
+  // Time it takes to copy the batch to the devices that read it, one copy after the other.
+  i64 batch_ns(const i32* device) const {
+    if (copied.empty()) return 0;
+    i64 total = 0;
+    std::vector<u8> there(num_devices);
+    for (const i32 k : copied) {
+      std::fill(there.begin(), there.end(), 0);
+      for (i32 j = const_ptr[k]; j < const_ptr[k + 1]; ++j) there[device[const_user[j]]] = 1;
+      for (i32 d = 0; d < num_devices; ++d)
+        if (there[d]) total += copy_ns[static_cast<std::size_t>(k) * num_devices + d];
+    }
+    return total;
   }
 
   // Sizes, and the arrays that follow from others.
@@ -57,6 +74,23 @@ struct Core {
     cons_carrier.resize(cons.size());
     for (std::size_t x = 0; x < carrier_bytes.size(); ++x)
       for (i32 j = cons_ptr[x]; j < cons_ptr[x + 1]; ++j) cons_carrier[j] = static_cast<i32>(x);
+    derive_copied();
+  }
+
+  void derive_copied() {
+    std::vector<std::vector<i32>> reads(num_tasks);
+    for (i32 k = 0; k < num_consts; ++k) {
+      const auto row = copy_ns.begin() + static_cast<std::ptrdiff_t>(k) * num_devices;
+      if (std::all_of(row, row + num_devices, [](i64 ns) { return ns == 0; })) continue;
+      for (i32 j = const_ptr[k]; j < const_ptr[k + 1]; ++j)
+        reads[const_user[j]].push_back(static_cast<i32>(copied.size()));
+      copied.push_back(k);
+    }
+    read_ptr.push_back(0);
+    for (const auto& row : reads) {
+      read_copied.insert(read_copied.end(), row.begin(), row.end());
+      read_ptr.push_back(static_cast<i32>(read_copied.size()));
+    }
   }
 };
 
@@ -200,7 +234,7 @@ class Simulator {
     const i32 N = core_.num_tasks, D = core_.num_devices;
     device_ = device;
     priority_ = priority;
-    now_ = 0;
+    now_ = core_.batch_ns(device);
     started_ = 0;
     missing_.resize(N);
     for (i32 v = 0; v < N; ++v) missing_[v] = core_.in_ptr[v + 1] - core_.in_ptr[v];
@@ -277,6 +311,7 @@ class Simulator {
     std::sort(finished_.begin(), finished_.end(), ReadyFirst{});
     const std::vector<ReadyTask> sources = finished_;
     for (const ReadyTask& item : sources) {
+      if constexpr (trace) out.start[item.task] = out.finish[item.task] = now_;
       if constexpr (track_memory) allocate(item.task);
       finish<track_memory, trace>(item.task, out);
     }

@@ -44,6 +44,7 @@ class Kernel {
     core_.channel_ptr = copy<i32>(wires, "channel_ptr");
     core_.channel = copy<i32>(wires, "channel");
     core_.streams = copy<i32>(wires, "streams");
+    core_.copy_ns = copy<i64>(wires, "copy_ns");
     core_.pool = copy<i32>(wires, "pool");
     core_.num_channels = nb::cast<i32>(wires.attr("num_channels"));
     core_.num_pools = static_cast<i32>(copy<i64>(wires, "pool_limit_bytes").size());

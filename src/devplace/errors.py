@@ -50,7 +50,7 @@ class InfeasibleError(DevplaceError):
 
 
 class VerificationError(DevplaceError):
-    """The placed step gave other numbers than the unplaced one."""
+    """The placed step gave other numbers than the unplaced one, or that than an eager one."""
 
     exit_code = 4
 
@@ -63,6 +63,12 @@ class PlanMismatchError(DevplaceError):
 
 class ExecutionError(DevplaceError):
     """A step failed while it ran; the message names the op and its device."""
+
+    exit_code = 1
+
+
+class MeasuringError(DevplaceError):
+    """Ops cannot be timed (any more): there is no process to do it in."""
 
     exit_code = 1
 

@@ -13,14 +13,15 @@ import torch
 from devplace import workloads
 from devplace.auto.costs import HOPPER, measured_machine, price, probed_machine
 from devplace.auto.learn import KIND
-from devplace.cost.profiled import KERNEL_GAP_NS, DeviceTimer, Profiled
-from devplace.cost.signature import OpCall, op_calls
+from devplace.cost.profiled import KERNEL_GAP_NS, Profiled
+from devplace.cost.signature import op_calls
 from devplace.cost.timing import Timing
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.machine import Machine, presets
 from devplace.run.probe import probe_key
 from devplace.run.probe.cache import keep_text
+from tests.cost.timers import fake_times
 
 OP_NS = 1_000
 
@@ -38,13 +39,7 @@ def graph() -> OpGraph:
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """One GPU beside a CPU, whose every op takes OP_NS in a chain; an empty cache."""
 
-    def timer(device: object) -> DeviceTimer:
-        return DeviceTimer("a card", time_it)
-
-    def time_it(call: OpCall) -> Timing:
-        return Timing(OP_NS)
-
-    monkeypatch.setattr("devplace.cost.profiled._cuda_timer", timer)
+    fake_times(monkeypatch, lambda call: Timing(OP_NS), "a card")
     monkeypatch.setattr("devplace.run.cuda.memory.held_bytes", lambda device: 0)
     monkeypatch.setattr("devplace.run.probe._driver_version", lambda: "1.0")
     monkeypatch.setenv("DEVPLACE_CACHE", str(tmp_path))

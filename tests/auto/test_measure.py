@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+import devplace as dp
 from devplace.auto.measure import Measurer, Trial, measure
 from devplace.auto.sources import Source, step_sources
-from devplace.auto.timing import time_plan, time_steps
-from devplace.auto.wire import pack, unpack
+from devplace.auto.timing import batch_of, fill, time_executor, time_plan, time_steps
+from devplace.cost.wire import pack, unpack
 from devplace.errors import InputError
 from devplace.graph.capture import capture
+from devplace.run.executors import make_executor
 from devplace.run.schedule import make_schedule
 from tests.auto.steps import captured, hostile, placed, trials
 
@@ -169,6 +171,42 @@ def test_rounds_are_longer_for_short_steps() -> None:
     assert calls[:4] == ["run", "wait", "run", "wait"]
     assert len(rounds) == 7
     assert calls.count("run") > 50
+
+
+def test_every_timed_step_brings_in_the_batch() -> None:
+    """As a training loop does; weights stay where they are."""
+    graph, model, optimizer, batch = captured()
+    sources = step_sources(graph, model, optimizer, batch)
+    plan = placed(graph).plan
+    schedule = make_schedule(graph, plan.placement, plan.order, plan.device_names)
+    executor = make_executor(schedule)
+    try:
+        fill(executor, sources)
+        before = dict(executor.put_count)
+        assert time_executor(executor, 0.001, 0.0, batch_of(graph, sources))
+        for op, source in sources.items():
+            puts = executor.put_count[op] - before[op]
+            assert puts >= 3 if source.kind == "input" else puts == 0
+    finally:
+        executor.close()
+
+
+def test_a_measured_timeline_begins_with_the_batch() -> None:
+    """Ops begin when it is there, and it counts as part of the step."""
+    graph, model, optimizer, batch = captured()
+    plan = placed(graph).plan
+    with dp.compile(model, plan, graph=graph, optimizer=optimizer) as step:
+        step.is_timed = True
+        step(*batch)
+        timeline = step.timeline
+    assert timeline is not None
+    ran = timeline.start_ns >= 0
+    assert ran.any()
+    assert timeline.start_ns[ran].min() > 0
+    later = timeline.after(1000)
+    assert (later.start_ns[ran] == timeline.start_ns[ran] + 1000).all()
+    assert (later.start_ns[~ran] == timeline.start_ns[~ran]).all()
+    assert later.makespan_ns == timeline.makespan_ns + 1000
 
 
 def test_slow_steps_are_run_three_times() -> None:

@@ -208,14 +208,19 @@ def test_without_confirming_nothing_is_claimed() -> None:
 
 
 def test_verify_compares_with_the_unplaced_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`verify` runs the check of the chosen plan before it is returned."""
+    """`verify` runs the check of the chosen plan before it is returned; a note says what was
+    compared with an eager step."""
     checked = []
     real = module.check_plan
-    monkeypatch.setattr(
-        module, "check_plan", lambda *args, **kwargs: checked.append(real(*args, **kwargs))
-    )
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        checked.append(real(*args, **kwargs))
+        return checked[-1]
+
+    monkeypatch.setattr(module, "check_plan", noted)
     model, batch, loss = tagger()
-    dp.parallelize(model, batch, loss, adam(model), verify=True, **QUICK).close()
+    with dp.parallelize(model, batch, loss, adam(model), verify=True, **QUICK) as step:
+        assert f"note: {checked[0].beside_own}" in str(step)
     assert [report.is_bit_equal for report in checked] == [True]
 
 

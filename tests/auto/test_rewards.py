@@ -69,7 +69,7 @@ def test_several_measurers_share_the_placements_of_an_update(tmp_path: Path) -> 
         assert times[0] == times[2]
         assert all(times)
         assert len(steps.measurements) == 2
-        assert all(m._child is not None for m in measurers)
+        assert all(m.child is not None and m.child.is_there for m in measurers)
         found = place(problem, Post(per_update=4), "8ev", 0, measure=steps)
         assert found.history[-1][2] in {m.step_ns for m in steps.measurements}
 

@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.cost.timers import fake_times
 
 from devplace import workloads
 from devplace.cost.analytic import Analytic
 from devplace.cost.inputs import Arguments, host_seeds, make_tensor
 from devplace.cost.profiled import Profiled
 from devplace.cost.signature import OpCall, TensorSpec, op_calls
-from devplace.cost.timing import free_bytes
+from devplace.cost.timing import Timing, free_bytes
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.kernels.prepare import Prepared
@@ -72,11 +73,9 @@ def test_a_second_time_comes_from_the_cache(
     profiled = Profiled(seconds=60, cache=tmp_path / "t.sqlite")
     first = profiled(graph, machine)
 
-    def refuse(call: OpCall, threads: int) -> Any:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr("devplace.cost.timing.time_on_cpu", refuse)
+    timer = fake_times(monkeypatch, lambda call: Timing(1))
     assert np.array_equal(profiled(graph, machine).compute_ns, first.compute_ns)
+    assert timer.calls == []
 
 
 def test_a_damaged_cache_is_said_and_not_used(
@@ -101,17 +100,15 @@ def test_an_op_that_fails_is_estimated_from_its_kin(
     graph: OpGraph, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its time is the base one times the ratio found on other ops."""
-    from devplace.cost import timing
-
     base = Analytic()(graph, machine).compute_ns[:, 0]
     keys = {call.key: int(base[index]) for index, call in op_calls(graph).items()}
 
-    def twice(call: OpCall, threads: int) -> Any:
+    def twice(call: OpCall) -> Timing:
         if "tanh" in call.key:
             raise RuntimeError("no such kernel")
-        return timing.Timing(2 * keys[call.key])
+        return Timing(2 * keys[call.key])
 
-    monkeypatch.setattr(timing, "time_on_cpu", twice)
+    fake_times(monkeypatch, twice)
     table = Profiled(seconds=60, cache=None)(graph, machine)
     assert any("no such kernel" in note for note in table.notes)
     works = list(op_calls(graph))

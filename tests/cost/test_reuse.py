@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from tests.cost.test_profiled import captured
+from tests.cost.timers import FakeTimer, fake_times
 
 from devplace.cost import CostTable, reuse, timing
-from devplace.cost.profiled import DeviceTimer, Profiled
+from devplace.cost.profiled import Profiled
 from devplace.cost.reuse import CacheTimes, cold_inputs, large_inputs
 from devplace.cost.signature import OpCall
 from devplace.graph import OpGraph
@@ -100,34 +101,27 @@ def test_costs_that_know_no_cache_stay() -> None:
     assert table.in_order(GRAPH, [(4, 3, 2)]) is table
 
 
-class Timer:
+def times(call: OpCall) -> timing.Timing:
     """Stands for a GPU: an op takes 1 us, and a ns for each KiB that comes from memory."""
-
-    def __init__(self) -> None:
-        self.calls: list[OpCall] = []
-
-    def __call__(self, call: OpCall) -> timing.Timing:
-        self.calls.append(call)
-        specs = [*call.args, *call.kwargs.values()]
-        cold = [spec for spec in specs if getattr(spec, "is_cold", False)]
-        return timing.Timing(1000 + sum(4 * int(np.prod(spec.shape)) >> 10 for spec in cold))
+    specs = [*call.args, *call.kwargs.values()]
+    cold = [spec for spec in specs if getattr(spec, "is_cold", False)]
+    return timing.Timing(1000 + sum(4 * int(np.prod(spec.shape)) >> 10 for spec in cold))
 
 
 @pytest.fixture
-def priced(monkeypatch: pytest.MonkeyPatch) -> tuple[OpGraph, Machine, CostTable, Timer]:
+def priced(monkeypatch: pytest.MonkeyPatch) -> tuple[OpGraph, Machine, CostTable, FakeTimer]:
     """Products of 4 MiB matrices on a made-up GPU, all ops timed."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(12)))
     from devplace.graph.capture import capture
 
     graph = capture(model.to("meta"), (torch.empty(1024, 1024, device="meta"),))
-    timer = Timer()
-    monkeypatch.setattr(Profiled, "_timer", lambda *_: DeviceTimer("card", timer))
+    timer = fake_times(monkeypatch, times, "card")
     machine = presets.get("h200x1")
     return graph, machine, Profiled(cache=None, kernel_gap_ns=0)(graph, machine), timer
 
 
 def test_an_order_gives_the_times_of_its_cache(
-    priced: tuple[OpGraph, Machine, CostTable, Timer],
+    priced: tuple[OpGraph, Machine, CostTable, FakeTimer],
 ) -> None:
     """Every distinct op is timed warm, cold and as usual, once each; another order's costs equal
     those measured for it."""
@@ -150,7 +144,7 @@ def test_without_time_for_it_an_order_changes_nothing(monkeypatch: pytest.Monkey
     """Where warm and cold times were not reached, the usual one is kept."""
     graph = captured("rnnlm")
     machine = presets.get("h200x1")
-    monkeypatch.setattr(Profiled, "_timer", lambda *_: DeviceTimer("card", Timer()))
+    fake_times(monkeypatch, times, "card")
     table = Profiled(seconds=0, cache=None)(graph, machine)
     rows = [list(range(len(graph.ops))) for _ in machine.devices]
     assert np.array_equal(table.in_order(graph, rows).compute_ns, table.compute_ns)

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.graph.capture_checks import batches, sgd, small_net, xent
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from devplace.errors import CaptureError
 from devplace.graph.capture import capture
@@ -129,21 +127,6 @@ def test_s39_custom_operator_without_fake_kernel_is_named() -> None:
     )
 
 
-def test_checkpointing_with_dropout_is_refused() -> None:
-    """A recomputed dropout would draw another mask; without dropout checkpointing is fine."""
-
-    def recomputed(rate: float) -> Callable[[torch.Tensor], torch.Tensor]:
-        def inner(t: torch.Tensor) -> torch.Tensor:
-            return F.dropout(torch.relu(t), rate)
-
-        return lambda h: checkpoint(inner, h, use_reentrant=False)
-
-    refuse(Holder(Layer(recomputed(0.5))), rf"checkpointing cannot replay random ops.*{HERE}")
-    model = Holder(Layer(lambda h: checkpoint(torch.relu, h, use_reentrant=False)))
-    x, y = batches()[0]
-    assert capture(model, (x.float(), y), xent, sgd(model)).ops
-
-
 def test_s41_changed_input_is_refused() -> None:
     """A step that normalises its input in place is refused with name and line."""
 
@@ -181,13 +164,14 @@ def test_wrappers_are_refused_in_one_line() -> None:
     [
         "sgd",
         torch.optim.SGD,
-        torch.optim.RMSprop([nn.Parameter(torch.zeros(1))]),
+        torch.optim.LBFGS([nn.Parameter(torch.zeros(1))]),
+        torch.optim.SparseAdam([nn.Parameter(torch.zeros(1))]),
         type("MyAdam", (torch.optim.Adam,), {})([nn.Parameter(torch.zeros(1))]),
     ],
 )
 def test_other_optimizers_are_refused(optimizer: Any) -> None:
-    """Anything but an SGD, Adam or AdamW instance is refused with the list of these."""
-    with pytest.raises(CaptureError, match=r"instance of torch\.optim\.SGD, Adam and AdamW, got"):
+    """Anything but an instance whose update is known is refused with the list of these."""
+    with pytest.raises(CaptureError, match=r"Adagrad, Adam, AdamW, .*, SGD\), got"):
         capture(small_net(), batches()[0], xent, optimizer)
 
 
@@ -302,7 +286,7 @@ def test_state_in_plain_attributes_is_refused() -> None:
 
 def test_own_mistake_is_told_with_its_line() -> None:
     """A shape error inside the model names its module and line."""
-    refuse(Holder(nn.Linear(9, 4)), r"failed while it was captured at module 'inner'.*RuntimeError")
+    refuse(Holder(nn.Linear(9, 4)), r"fails eagerly, too, at module 'inner'.*RuntimeError")
 
 
 def test_lazy_parameter_is_refused() -> None:

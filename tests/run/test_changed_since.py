@@ -218,6 +218,64 @@ def test_steps_over_one_model_take_turns() -> None:
     assert largest_difference(model, twin) < 1e-5
 
 
+def gan() -> tuple[Any, Any, Any, list[Any]]:
+    """A model of generator and critic with a step for each, and its batches."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"made": nn.Linear(4, 4), "critic": nn.Linear(4, 1)}).double()
+    x, z = torch.randn(6, 4).double(), torch.randn(6, 4).double()
+    return model, critic_loss, made_loss, [(x, z), (z,)]
+
+
+def critic_loss(m: Any, x: Any, z: Any) -> Any:
+    return (m["critic"](m["made"](z).detach()) - m["critic"](x)).square().mean()
+
+
+def made_loss(m: Any, z: Any) -> Any:
+    return m["critic"](m["made"](z)).square().mean()
+
+
+def test_a_step_refuses_weights_that_another_step_has_trained() -> None:
+    """Two steps of a GAN, neither synced: the second would go on with an old critic."""
+    model, critic, generator, (first, second) = gan()
+    twin = copy.deepcopy(model)
+    optimizers = [sgd(list(model[n].parameters())) for n in ("critic", "made")]
+    one = make_step(model, first, critic, optimizers[0], at_random(0))
+    two = make_step(model, second, generator, optimizers[1], at_random(1))
+    one(*first)
+    with pytest.raises(PlanMismatchError, match=r"take turns: .*'critic\.weight'.* sync\(\)"):
+        two(*second)
+    one.sync()
+    with pytest.raises(PlanMismatchError, match="written to"):
+        two(*second)
+    two.load()
+    two(*second)
+    with pytest.raises(PlanMismatchError, match=r"take turns: .*'made\.weight'"):
+        one(*first)
+    two.sync()
+    one.load()
+    one(*first)
+    one.sync()
+    others = [sgd(list(twin[n].parameters())) for n in ("critic", "made")]
+    for k, loss, data in ((0, critic, first), (1, generator, second), (0, critic, first)):
+        train_eager(twin, others[k], [data], loss)
+    assert largest_difference(model, twin) < 1e-12
+
+
+def test_steps_that_share_nothing_trained_do_not_wait_for_each_other() -> None:
+    """Nor for one that is closed or gone, nor for one that only evaluates."""
+    model, critic, generator, (first, second) = gan()
+    one = make_step(model, first, critic, sgd(list(model["critic"].parameters())), at_random(0))
+    other, _ = made(linear())
+    other(*batch())
+    one(*first)
+    evaluate = make_step(model, second, generator, None, at_random(1))
+    with pytest.raises(PlanMismatchError, match="take turns"):
+        evaluate(*second)
+    one.close()
+    evaluate(*second)
+    evaluate(*second)
+
+
 def test_a_teacher_that_was_updated_is_not_ignored() -> None:
     """Tensors outside the model are constants of a step, until `load` reads them again."""
     model, teacher = linear(), linear()

@@ -135,3 +135,86 @@ def test_integers_must_be_equal() -> None:
     """A counter that is off by one fails."""
     outcome = compare("n", "buffer", torch.tensor(3), torch.tensor(4), 1)
     assert outcome.error > outcome.limit == 0.0
+
+
+def losses(model: Any, x: Any) -> Any:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_a_captured_step_is_compared_with_an_eager_one(make_optimizer: Any, clip: Any) -> None:
+    """Loss, statistics, parameters and state; also of an optimizer that has made steps, under a
+    scheduler; gradients of parameters stay what they were."""
+    torch.manual_seed(0)
+    model = Normed(dropout=0.0).double()
+    x = torch.randn(4, 2, 6, 6, dtype=torch.float64)
+    optimizer = make_optimizer(list(model.parameters()))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    losses(model, x).backward()
+    optimizer.step()
+    schedule.step()
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    grads = [parameter.grad for parameter in model.parameters()]
+    graph = capture(model, (x,), losses, optimizer, clip_grad_norm=clip)
+    report = check(graph, model, optimizer, (x,), *at_random(0)(graph), NAMES, steps=1)
+    assert not report.not_compared
+    assert len(report.own) == len(graph.results)
+    assert max(tensor.error for tensor in report.own) < 1e-12
+    assert report.beside_own.startswith(f"{len(graph.results)} results of the first step are ")
+    after = [model.state_dict(), optimizer.state_dict()]
+    assert str(after) == str(before)
+    now = [parameter.grad for parameter in model.parameters()]
+    assert all(one is other for one, other in zip(grads, now, strict=True))
+
+
+class Stale(nn.Module):
+    """Scales by a number that is another one after the capture."""
+
+    factor = torch.tensor(2.0, dtype=torch.float64)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * self.factor
+
+
+def test_a_step_that_is_not_the_users_own_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placed and unplaced steps agree, but the model computes something else; the first wrong
+    result is named."""
+    model, x = Stale().double(), torch.randn(4, 4, dtype=torch.float64)
+    optimizer = sgd(list(model.parameters()))
+    graph = capture(model, (x,), losses, optimizer)
+    monkeypatch.setattr(Stale, "factor", torch.tensor(3.0, dtype=torch.float64))
+    with pytest.raises(VerificationError, match=r"of the eager one: loss 'loss' is off by 0\.55"):
+        check(graph, model, optimizer, (x,), *at_random(0)(graph), NAMES)
+
+
+def test_what_is_not_compared_with_an_eager_step_is_said() -> None:
+    """Random numbers are others; a model without values has none; micro-batches may be meant."""
+    x = torch.randn(4, 2, 6, 6, dtype=torch.float64)
+    drops, plain = Normed(dropout=0.3).double(), Normed(dropout=0.0).double()
+    report = run_check(drops, (x,), mean_square, sgd(list(drops.parameters())), steps=1)
+    assert report.not_compared.startswith("it draws random numbers (aten.")
+    assert report.own == ()
+    assert report.beside_own.startswith("not compared with an eager step: it draws")
+    hollow = Clipped().to("meta")
+    batch = (torch.randn(4, 4),)
+    report = run_check(hollow, batch, mean_square, sgd(list(hollow.parameters())), steps=1)
+    assert report.not_compared == "the model or the batch has no values"
+    optimizer = sgd(list(plain.parameters()))
+    graph = capture(plain, (x,), mean_square, optimizer, 2)
+    report = check(graph, plain, optimizer, (x,), *at_random(0)(graph), NAMES, steps=1)
+    assert report.not_compared.startswith("2 micro-batches give another ")
+
+
+def test_inference_is_compared_with_an_eager_call() -> None:
+    """Every tensor of the output."""
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(2, 4, dtype=torch.float64)
+    graph = capture(model, (x,))
+    report = check(graph, model, None, (x,), *at_random(0)(graph), NAMES, steps=1)
+    assert [tensor.role for tensor in report.own] == ["output"]
+    assert report.own[0].is_bit_equal

@@ -88,7 +88,7 @@ class FakeGpu:
     def _run(self, end: threading.Event) -> None:
         try:
             schedule = self.crew.schedule
-            random = RandomOps((), set(), torch.device("cpu"), 0)
+            random = RandomOps({}, set(), torch.device("cpu"), 0)
             device = torch.device("cpu")
             state = StateWrites(write_backs(schedule)[self.index])
             one = DevicePass(schedule, self.index, device, self.buffers, self, random, state)

@@ -11,7 +11,7 @@ from torch import nn
 
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
-from devplace.auto.wire import pack, unpack
+from devplace.cost.wire import pack, unpack
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.run.check import check

@@ -34,7 +34,7 @@ def trace(
     tensors: list[Tensor] = []
     tensor_of: dict[str, int] = {}
     op_of: dict[str, int] = {}
-    random_ops: list[str] = []
+    random_ops: dict[str, int] = {}
 
     def add_tensor(node: Any) -> int:
         fake = node.meta["val"]
@@ -76,7 +76,7 @@ def trace(
             op_of.update((part.name, len(ops)) for part in parts)
             is_random = torch.Tag.nondeterministic_seeded in node.target.tags
             if is_random:
-                random_ops.append(node.name)
+                random_ops[node.name] = len(random_ops)
             alias = base_of(node) if is_view(node) else -1
             target = str(node.target)
             ops.append(Op(node.name, target, reads, made, alias, is_random=is_random))
@@ -86,7 +86,7 @@ def trace(
         for (name, role), node in zip(results, output.args[0], strict=True)
     )
     program = Program(
-        module, tuple(bindings), tensor_of, op_of, lambda step, groups: {}, tuple(random_ops)
+        module, tuple(bindings), tensor_of, op_of, lambda step, groups: {}, random_ops
     )
     return OpGraph("tiny", tuple(ops), tuple(tensors), kept_results, {}, program)
 

@@ -13,6 +13,7 @@ from devplace.auto.costs import HOPPER, price, probed_machine
 from devplace.auto.learn import learn
 from devplace.auto.measure import Measurer, Trial
 from devplace.auto.sources import step_sources
+from devplace.cost.process import Child
 from devplace.errors import InfeasibleError
 from devplace.graph import OpGraph
 from devplace.machine import Machine
@@ -66,8 +67,11 @@ def search(
     seed: int,
     confirms: bool,
     tell: Tell,
+    child: Child | None = None,
 ) -> list[Searched]:
     """Place every capture; those that do not fit are left out.
+
+    Ops are timed in `child`.
 
     Raises:
         InfeasibleError: None fits.
@@ -75,7 +79,8 @@ def search(
     found: list[Searched] = []
     first_error: InfeasibleError | None = None
     for number, graph in enumerate(graphs):
-        problem = Problem(graph, machine, price(graph, machine, demands["exclude"]), **demands)
+        costs = price(graph, machine, demands["exclude"], child=child)
+        problem = Problem(graph, machine, costs, **demands)
         chosen = placer or (Search() if len(problem.usable_devices) > 1 else Single())
         budget = clock.search_budget(len(graphs) - number, confirms)
         tell(f"searching ({number + 1} of {len(graphs)})")

@@ -9,6 +9,7 @@ import numpy as np
 
 from devplace.auto.calibration import Calibration, calibrated
 from devplace.cost import CostTable
+from devplace.cost.process import Child
 from devplace.cost.profiled import KERNEL_GAP_NS, Profiled
 from devplace.graph import OpGraph
 from devplace.machine import Machine, detect
@@ -35,6 +36,7 @@ def price(
     skip: Sequence[str] = (),
     kernel_gap_ns: int | None = None,
     tell: Callable[[str], None] | None = None,
+    child: Child | None = None,
 ) -> CostTable:
     """Costs for planning a step that will run here: measured ones.
 
@@ -44,11 +46,13 @@ def price(
         skip: Devices that are not used, so need no measuring.
         kernel_gap_ns: Of ops on GPUs, ns; default: the one kept for this machine, else HOPPER's.
         tell: Told how far the compiling of fused groups is.
+        child: Process that measures; by default one is started.
     """
     gpus = [d.name for d in machine.devices if d.kind == "gpu" and d.name not in skip]
     if kernel_gap_ns is None:
         kernel_gap_ns = (_kept_or_hopper(machine) if gpus else HOPPER).kernel_gap_ns
-    table = Profiled(skip=tuple(skip), kernel_gap_ns=kernel_gap_ns, tell=tell)(graph, machine)
+    profiled = Profiled(skip=tuple(skip), kernel_gap_ns=kernel_gap_ns, tell=tell, child=child)
+    table = profiled(graph, machine)
     if not gpus or table.origin != "profiled":
         return table
     from devplace.run.cuda.memory import held_bytes

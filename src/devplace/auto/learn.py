@@ -145,10 +145,11 @@ def _single_step(row: Row, problem: Problem) -> SingleStep:
     (device,) = (number for number, order in enumerate(row.plan.order) if order)
     ops = list(row.plan.order[device])
     costs = problem.costs.in_order(problem.graph, row.plan.order).with_kernel_gap(0)
+    task_devices = np.full(problem.core.tasks.num_tasks, device, np.int32)
     return SingleStep(
         graph=row.plan.fingerprints.graph,
         device=problem.machine.device_names[device],
-        base_ns=int(costs.compute_ns[ops, device].sum()),
+        base_ns=int(costs.compute_ns[ops, device].sum()) + problem.core.batch_ns(task_devices),
         num_kernels=0 if costs.kernels is None else int(costs.kernels[ops, device].sum()),
         measured_ns=row.measured_ns or 0,
     )

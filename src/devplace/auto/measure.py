@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
-import torch
-
-from devplace.auto.child import attempt, read_message, write_message
-from devplace.auto.settings import torch_settings
-from devplace.auto.sources import Source
+from devplace.auto.child import attempt
 from devplace.auto.timing import Timing
-from devplace.auto.wire import pack
+from devplace.cost.process import COMMAND, Child, new_key
+from devplace.cost.sources import Source
+from devplace.cost.wire import pack
 from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.plan import Plan
 from devplace.units import format_time
 
-CHILD = (sys.executable, "-m", "devplace.auto.child")
+ATTEMPT = "devplace.auto.child:attempt"
 TIME_LIMIT_S = 60.0
 """For one plan, the start of the process (imports, CUDA contexts) included."""
 
@@ -85,7 +75,7 @@ def measure(
     time_limit_s: float = TIME_LIMIT_S,
     deadline: float | None = None,
     in_child: bool = True,
-    command: Sequence[str] = CHILD,
+    command: Sequence[str] = COMMAND,
 ) -> list[Measurement]:
     """Run every plan on the devices of this computer and time it.
 
@@ -115,6 +105,9 @@ class Measurer:
         seconds, seed, time_limit_s, in_child, command: As for `measure`.
         lock: File shared by measurers that work at once, so that each times its plans alone; see
             `time_plan`.
+
+    Attributes:
+        child: The process; None if there is to be none.
     """
 
     def __init__(
@@ -123,15 +116,13 @@ class Measurer:
         seed: int = 0,
         time_limit_s: float = TIME_LIMIT_S,
         in_child: bool = True,
-        command: Sequence[str] = CHILD,
+        command: Sequence[str] = COMMAND,
         lock: str | None = None,
     ) -> None:
         self._settings = (seconds, seed, lock)
         self._time_limit_s = time_limit_s
-        self._in_child = in_child
-        self._command = command
-        self._child: _Child | None = None
-        self._packed: dict[int, bytes | None] = {}
+        self.child = Child(command) if in_child else None
+        self._packed: dict[int, tuple[int, bytes] | None] = {}
         self._kept: list[Any] = []  # ids of graphs stay those of living ones
 
     def __enter__(self) -> Measurer:
@@ -142,11 +133,8 @@ class Measurer:
 
     def start(self) -> None:
         """Start the child process, so that it loads torch while this one does other work."""
-        if self._in_child and self._child is None:
-            try:
-                self._child = _Child(self._command)
-            except OSError:  # no processes may be started here, or Python is embedded
-                self._in_child = False
+        if self.child is not None and not self.child.start():
+            self.child = None
 
     def measure(self, trial: Trial, deadline: float | None = None) -> Measurement:
         """Measure one plan; see `measure`."""
@@ -159,7 +147,9 @@ class Measurer:
         packed = self._pack(trial)
         if packed is None:
             return self._measure_here(trial)
-        answer = self._ask(trial, packed, limit)
+        assert self.child is not None
+        request = (_bare(trial.plan), *self._settings)
+        answer = self.child.ask(ATTEMPT, *packed, request, limit)
         if answer[0] == "unreadable":  # an op of the user's, not known elsewhere
             self._packed[id(trial.graph)] = None
             return self._measure_here(trial)
@@ -167,32 +157,21 @@ class Measurer:
 
     def close(self) -> None:
         """End the child process."""
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        if self.child is not None:
+            self.child.end()
 
-    def _pack(self, trial: Trial) -> bytes | None:
-        """The step as bytes; None if it is to be measured in this process."""
-        if not self._in_child:
+    def _pack(self, trial: Trial) -> tuple[int, bytes] | None:
+        """The step as bytes, with a key; None if it is to be measured in this process."""
+        if self.child is None:
             return None
         key = id(trial.graph)
         if key not in self._packed:
             self._kept.append(trial.graph)
             try:
-                self._packed[key] = pack(trial.graph, trial.sources)
+                self._packed[key] = new_key(), pack(trial.graph, trial.sources)
             except InputError:
                 self._packed[key] = None
         return self._packed[key]
-
-    def _ask(self, trial: Trial, packed: bytes, limit_s: float) -> Any:
-        child, key = self._child, id(trial.graph)
-        assert child is not None
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # it is a device of both processes
-        answer = child.ask(key, packed, (_bare(trial.plan), *self._settings), limit_s)
-        if child.has_ended:
-            self._child = None
-        return answer
 
     def _measure_here(self, trial: Trial) -> Measurement:
         steps = {0: (trial.graph, trial.sources)}
@@ -209,111 +188,3 @@ def _as_measurement(name: str, answer: tuple[Any, ...]) -> Measurement:
         return Measurement(name, answer[1])
     _, kind, message = answer
     return Measurement(name, None, message, kind)
-
-
-class _Child:
-    """One measuring process. Its answers are read by a thread, so that waiting can end."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self.has_ended = False
-        self._known: set[int] = set()
-        self._senders: list[threading.Thread] = []
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
-        path = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        except OSError:
-            self._stderr.close()
-            raise
-        self._answers: SimpleQueue[Any] = SimpleQueue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-        self._send([("settings", torch_settings())])
-
-    def ask(self, key: int, packed: bytes, request: tuple[Any, ...], limit_s: float) -> Any:
-        """The answer to one request: `("measured", timing)` or `("failed", kind, message)`."""
-        messages = [] if key in self._known else [("step", key, packed)]
-        self._send([*messages, ("measure", key, *request)])
-        try:
-            answer = self._answers.get(timeout=limit_s)
-        except Empty:
-            self.end()
-            return (
-                "failed",
-                "time limit",
-                f"it did not end within {limit_s:.3g} s; its process was ended",
-            )
-        except BaseException:  # the user's interrupt
-            self.end()
-            raise
-        if answer is None:
-            return self._obituary()
-        self._known.add(key)
-        found, is_healthy = answer
-        if not is_healthy:
-            self.end()
-        return found
-
-    def end(self) -> None:
-        """Kill the process and wait for it."""
-        self.has_ended = True
-        self._process.kill()
-        self._process.wait()
-        for thread in (self._listener, *self._senders):
-            thread.join(timeout=5)
-            if thread.is_alive():
-                return  # a process of the process holds the pipe
-        for stream in (self._process.stdin, self._process.stdout, self._stderr):
-            with contextlib.suppress(OSError):
-                stream.close()  # type: ignore[union-attr]
-
-    def _send(self, messages: list[Any]) -> None:
-        """Send from a thread: a process that hangs reads nothing."""
-
-        def send() -> None:
-            if before is not None:
-                before.join()
-            with contextlib.suppress(OSError, ValueError):  # it has ended; the listener tells
-                for message in messages:
-                    write_message(self._process.stdin, message)  # type: ignore[arg-type]
-
-        before = self._senders[-1] if self._senders else None
-        sender = threading.Thread(target=send, daemon=True)
-        self._senders = [sender]
-        sender.start()
-
-    def _listen(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
-        try:
-            while True:
-                self._answers.put(read_message(stdout))
-        except Exception:  # whatever ends the talk, or garbles it, ends the process's usefulness
-            self._answers.put(None)
-
-    def _obituary(self) -> tuple[str, str, str]:
-        """How the process ended, with its last line."""
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            code = 0
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        said = f": {lines[-1]}" if lines else ""
-        self.end()
-        if code < 0:
-            return "failed", "killed", f"its process was killed by {_signal_name(-code)}{said}"
-        return "failed", "ended", f"its process ended with exit code {code}{said}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

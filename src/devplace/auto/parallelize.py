@@ -12,7 +12,6 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.candidates import Candidate
-from devplace.auto.child import is_out_of_memory
 from devplace.auto.choose import Choice, choose, search
 from devplace.auto.clock import Clock
 from devplace.auto.compiled import compiled_step_ns
@@ -21,12 +20,14 @@ from devplace.auto.here import fuses as step_is_fused
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
+from devplace.cost.child import is_out_of_memory
 from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.graph.capture.batch import as_call, open_dataclasses
 from devplace.graph.capture.cutting import BatchDims
 from devplace.graph.capture.refuse import unwrap
+from devplace.graph.capture.several import as_one
 from devplace.graph.fusion import fuse_for
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
@@ -53,7 +54,7 @@ def parallelize(
     model: torch.nn.Module,
     example_inputs: Any = (),
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     machine: MachineLike = "detect",
     budget: str = "60s",
@@ -89,7 +90,7 @@ def parallelize(
             and dtypes are fixed; integers among them are used to measure.
         loss_fn: As for `capture`; None with an optimizer: the model returns the loss. None without
             one: inference, the step returns the model's output.
-        optimizer: torch.optim SGD, Adam or AdamW over parameters of the model.
+        optimizer: As for `capture`.
         machine: `detect`, a preset's name, a machine file, a machine, or a number of logical CPU
             devices; its devices must be those of this computer.
         budget: Time for everything, capture and confirmation included, as `60s` or `2min`. With a
@@ -103,7 +104,8 @@ def parallelize(
         seed: Of the search and of all random ops.
         placer: Who searches; `placers.Search()` by default.
         confirm: Whether plans are measured; if not, the best predicted is taken.
-        verify: Whether two steps are first compared with the unplaced ones.
+        verify: Whether two steps are first compared with the unplaced ones, and the first of those
+            with an eager step; the notes say what was compared.
         example_kwargs, batch_dims, compare_batches: As for `capture`.
         clip_grad_norm, autocast, stack_gradients: Likewise.
         fuse: As for `capture`; by default on GPUs for which a compiler is there.
@@ -126,6 +128,7 @@ def parallelize(
         raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
     _check_model(model)
+    optimizer = as_one(optimizer)
     found = find_machine(machine)
     left_out = excluded(found, exclude, uses_cpu)
     require_here(found, left_out)
@@ -162,7 +165,9 @@ def parallelize(
             measurer.start()
         graphs = [fuse_for(graph, pins or {}) for graph in job.capture_all(counts, clock)]
         job.compile_kernels(graphs, found, left_out, compilers)
-        searches = search(graphs, found, demands, placer, clock, seed, confirm, tell)
+        searches = search(
+            graphs, found, demands, placer, clock, seed, confirm, tell, measurer.child
+        )
         choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
     if compare_compile:
         job.compare(loss_fn, clip_grad_norm, autocast, kind)
@@ -266,13 +271,12 @@ class _Job:
                 continue
             notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
             notes += (*in_eval_mode(graph), *could_stack(graph), *in_chunks(graph))
-            return ParallelStep(
-                step, candidate.plan, graph, choice.confirmation, measured_ns, notes
-            )
+            told = tuple(dict.fromkeys(notes))
+            return ParallelStep(step, candidate.plan, graph, choice.confirmation, measured_ns, told)
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
 
     def _verify(self, candidate: Candidate, graph: OpGraph, seed: int) -> None:
-        check_plan(
+        report = check_plan(
             candidate.plan,
             graph,
             self.model,
@@ -282,6 +286,7 @@ class _Job:
             steps=2,
             seed=seed,
         )
+        self.notes.append(report.beside_own)
 
     def _compiled(self, candidate: Candidate, graph: OpGraph, seed: int) -> tuple[Step, int | None]:
         plan = candidate.plan

@@ -21,7 +21,7 @@ class SingleStep(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         graph: Fingerprint of the step.
         device: Where it ran.
-        base_ns: Sum of its ops' times without kernel gaps, ns.
+        base_ns: Sum of its ops' times without kernel gaps, and of the copies of its batch, ns.
         num_kernels: How many of its ops have a kernel gap.
         measured_ns: Time of a step.
     """

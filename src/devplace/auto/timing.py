@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from devplace.auto.sources import Source
+from devplace.cost.sources import Source
 from devplace.graph import OpGraph
+from devplace.graph.graph import BATCH_ON
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.units import NS_PER_S
@@ -81,7 +82,8 @@ def time_plan(
             names = gpu_names(schedule)
             for name in names:
                 torch.cuda.reset_peak_memory_stats(name)
-            rounds = time_executor(executor, seconds, warm_up_s if names else 0.0)
+            batch = batch_of(graph, sources)
+            rounds = time_executor(executor, seconds, warm_up_s if names else 0.0, batch)
             peaks = {name: int(torch.cuda.max_memory_reserved(name)) for name in names}
         finally:
             executor.close()
@@ -120,14 +122,36 @@ def gpu_names(schedule: Schedule) -> list[str]:
     return [name for name, some in named if some and name.startswith("cuda")]
 
 
-def time_executor(executor: Executor, seconds: float, warm_up_s: float = 0.0) -> tuple[int, ...]:
-    """Time per step over rounds of steps, ns, after a time of warming up; sources must have been
-    put."""
+def batch_of(graph: OpGraph, sources: Mapping[int, Source]) -> dict[int, Any]:
+    """A batch's inputs by source op, where the example lay: on the host, or on a GPU."""
+    home = graph.meta.get(BATCH_ON, "cpu")
+    inputs = {op: source for op, source in sources.items() if source.kind == "input"}
+    return {op: source.make(home) for op, source in inputs.items()}
+
+
+def time_executor(
+    executor: Executor,
+    seconds: float,
+    warm_up_s: float = 0.0,
+    batch: Mapping[int, Any] | None = None,
+) -> tuple[int, ...]:
+    """Time per step over rounds of steps, ns; sources must have been put.
+
+    Args:
+        executor: Runs them.
+        seconds: How long to time, about, s.
+        warm_up_s: For how long steps are run before, s.
+        batch: Inputs by source op, brought in anew before each step.
+    """
+    held = executor.schedule.holders
+    inputs = {op: value for op, value in (batch or {}).items() if op in held}
     number = 0
 
     def run() -> None:
         nonlocal number
         number += 1
+        for op, value in inputs.items():
+            executor.put(op, value)
         executor.step(number)
 
     return time_steps(run, getattr(executor, "synchronize", lambda: None), seconds, warm_up_s)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from devplace.cli.measured import keep_measured
-from devplace.cli.session import Session, reopen, working
+from devplace.cli.session import Session, prints_on_stderr, reopen, working
 from devplace.cli.tracing import print_deviations
 from devplace.errors import InputError
 from devplace.plan import Plan, load_plan
@@ -48,6 +48,7 @@ class RunOutcome:
             f"{d['results']} results (loss, parameters, buffers, optimizer state) of "
             f"{d['steps']} steps: {equal} to the {d['compared_with']}."
         )
+        click.echo(f"{d['eager'][:1].upper()}{d['eager'][1:]}.")
         moved = f"{d['transfers']} transfers per step, {format_bytes(d['transfer_bytes'])}."
         took, planned = format_time(d["measured_step_ns"]), format_time(d["predicted_step_ns"])
         names = ", ".join(d["devices"])
@@ -83,7 +84,7 @@ def run(
     problem = session.problem
     timeline = plan.timeline(problem)
     _compile_kernels(plan, session)
-    with working("checking against the unplaced step"):
+    with working("checking against the unplaced step"), prints_on_stderr():
         report = check_plan(
             plan,
             problem.graph,
@@ -110,6 +111,7 @@ def run(
             "steps": report.steps,
             "results": len(report.tensors),
             "compared_with": f"unplaced {'fused ' if problem.graph.is_fused else ''}step",
+            "eager": report.beside_own,
             "bit_equal": report.is_bit_equal,
             "largest_error": report.worst.error,
             "worst_result": report.worst.name,

@@ -340,7 +340,7 @@ def _check_devices(request: Request, machine: Any) -> None:
 def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
     from devplace import workloads
 
-    with _prints_on_stderr(), working("loading torch and the model") as note:
+    with prints_on_stderr(), working("loading torch and the model") as note:
         workload = workloads.resolve(
             request.model, size=request.size, batch=request.batch, device=device
         )
@@ -393,7 +393,7 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
 
 
 @contextmanager
-def _prints_on_stderr() -> Iterator[None]:
+def prints_on_stderr() -> Iterator[None]:
     """What the user's code prints goes to stderr, also from C and from processes it starts: stdout
     is ours."""
     with redirect_stdout(sys.stderr), ExitStack() as undo:

@@ -1,8 +1,8 @@
-"""Made-up arguments for an op that is timed: right shapes, layouts and valid indices."""
+"""Arguments for an op that is timed: right shapes and layouts, and integers that are valid."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,21 @@ def make_tensor(spec: TensorSpec, device: Any, generator: Any) -> Any:
     return flat.to(dtype).as_strided(spec.shape, spec.stride)
 
 
+def lay_out(value: Any, spec: TensorSpec, device: Any) -> Any:
+    """A value laid out like `spec`, in memory of its own; None if it is of another form."""
+    dtype = getattr(torch, spec.dtype)
+    if tuple(value.shape) != spec.shape or value.dtype != dtype:
+        return None
+    flat = torch.zeros(max(1, num_bytes(spec) // dtype.itemsize), dtype=dtype, device=device)
+    laid = flat.as_strided(spec.shape, spec.stride)
+    firsts = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in spec.stride)
+    try:
+        laid[firsts].copy_(value[firsts])  # dimensions that are expanded hold one value
+    except RuntimeError:  # overlapping otherwise
+        return None
+    return laid
+
+
 class Arguments:
     """Arguments of one call, in as many copies as keep the cold ones out of the cache.
 
@@ -46,11 +61,19 @@ class Arguments:
         cold_bytes: Bytes that must be touched before a copy is read again.
         most_bytes: Bytes all copies may take.
         seed: Of their values.
+        real: Place among the call's tensors -> value it gets; the others are made up.
     """
 
     def __init__(
-        self, call: OpCall, device: Any, cold_bytes: int, most_bytes: int, seed: int = 0
+        self,
+        call: OpCall,
+        device: Any,
+        cold_bytes: int,
+        most_bytes: int,
+        seed: int = 0,
+        real: Mapping[int, Any] | None = None,
     ) -> None:
+        self._real = real or {}
         self._call = call
         self._device = torch.device(device)
         self._generator = torch.Generator(self._device).manual_seed(seed)
@@ -76,13 +99,18 @@ class Arguments:
         chosen: tuple[Any, Any] = self._sets[number % self.copies]
         return chosen
 
+    def _make(self, place: int, spec: TensorSpec) -> Any:
+        real = self._real.get(place)
+        laid = None if real is None else lay_out(real, spec, self._device)
+        return make_tensor(spec, self._device, self._generator) if laid is None else laid
+
     def _fill(self, shared: dict[int, Any]) -> tuple[Any, Any]:
         count = iter(range(1_000_000))
 
         def make(spec: TensorSpec) -> Any:
             place = next(count)
             if place not in shared:
-                shared[place] = make_tensor(spec, self._device, self._generator)
+                shared[place] = self._make(place, spec)
             elif spec.is_cold:
                 return _copy(shared[place])
             return shared[place]

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from devplace.cost.cache import TimingCache
 from devplace.cost.reuse import large_inputs
 from devplace.cost.signature import OpCall, op_calls
-from devplace.errors import CacheError
+from devplace.errors import CacheError, MeasuringError
 from devplace.graph import OpGraph
 from devplace.units import NS_PER_S
 
 I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
-"""Times a call: ns, and bytes of its workspace."""
+"""Times a call: ns, and bytes of its workspace. A `MeasuringError` ends the measuring, any other
+error is this call's."""
 SlowDown = Callable[[Sequence[OpCall]], float]
 """Calls of a step in order -> by what factor it slows down where it is repeated without a pause."""
 
@@ -66,6 +67,7 @@ class Pricing:
         timer: Times a call.
         notes: Takes what the user should know.
         slow_down: Tells how much slower the device is without a pause; None: it is not.
+        clock: Time spent on measuring, s.
     """
 
     seconds: float
@@ -74,6 +76,7 @@ class Pricing:
     timer: Timer
     notes: list[str]
     slow_down: SlowDown | None = None
+    clock: Callable[[], float] = time.monotonic
 
     def price(
         self,
@@ -112,7 +115,11 @@ class Pricing:
         with suppress(CacheError):  # told before
             for ns, _ in cache.read(self.place, [key]).values():
                 return ns / NS_PER_S
-        ns = round(self.slow_down(calls) * NS_PER_S)
+        try:
+            ns = round(self.slow_down(calls) * NS_PER_S)
+        except (MeasuringError, RuntimeError) as error:
+            self.notes.append(f"How much slower the step is without a pause is not known: {error}")
+            return 1.0
         with suppress(CacheError):
             cache.write(self.place, {key: (ns, 0)})
         return ns / NS_PER_S
@@ -124,7 +131,7 @@ class Pricing:
         base_ns: I64,
     ) -> dict[str, tuple[int, int]]:
         cache = TimingCache(self.cache)
-        until = time.monotonic() + self.seconds
+        until = self.clock() + self.seconds
         usual = _by_share(calls.items(), base_ns)
         others = _by_share(((i, call) for i, pair in extremes.items() for call in pair), base_ns)
         try:
@@ -151,19 +158,27 @@ class Pricing:
         is not told."""
         found: dict[str, tuple[int, int]] = {}
         failed: Counter[str] = Counter()
-        for number, call in enumerate(calls):
-            if time.monotonic() >= until:
-                if not is_extra:
-                    self.notes.append(
-                        f"{len(calls) - number} of {len(calls)} distinct ops were not measured "
-                        f"within {self.seconds:g} s; they are estimated."
-                    )
+        why = ""
+        for call in calls:
+            if self.clock() >= until:
+                why = f"within {self.seconds:g} s"
                 break
             try:
                 found[call.key] = self.timer(call)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                failed[f"{call.target}: {(str(error).splitlines() or [''])[0]}"] += 1
-        for what, count in failed.items() if not is_extra else ():
+            except MeasuringError as error:
+                why = f"because {error}"
+                break
+            except Exception as error:  # whatever an op of the user's raises
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                failed[f"{call.target}: {reason}"] += 1
+        if is_extra:
+            return found
+        if why:
+            count = len(calls) - len(found) - failed.total()
+            self.notes.append(
+                f"{count} of {len(calls)} distinct ops were not measured {why}; they are estimated."
+            )
+        for what, count in failed.items():
             self.notes.append(
                 f"{count} distinct ops could not be measured and are estimated: {what}"
             )

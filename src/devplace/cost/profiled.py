@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost.analytic import Analytic
 from devplace.cost.order import likely_order
-from devplace.cost.pricing import Priced, Pricing, SlowDown, Timer, extreme_calls, workspaces
+from devplace.cost.pricing import Priced, Pricing, extreme_calls, workspaces
+from devplace.cost.process import Child
+from devplace.cost.remote import RemoteTimer, Spot
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
@@ -23,26 +23,11 @@ from devplace.machine import Device, Machine
 from devplace.machine.detect import cpu_model
 
 I64 = NDArray[np.int64]
-WARM_UP_S = 0.1
 KERNEL_GAP_NS = 850
 """Kernel gap of Hopper GPUs, for machines that have none of their own yet: every op in a step takes
 so much longer than in a chain of its like, whatever it does, as launch records, code and addresses
 come out of memory. Figures: docs/concepts/costs.md."""
-TIMING = 3  # how ops are timed; times taken otherwise are not mixed with these
-
-
-class DeviceTimer(NamedTuple):
-    """How times are taken on a device.
-
-    Attributes:
-        place: All that they depend on, as text.
-        timer: Times a call.
-        slow_down: Tells how much slower it is without a pause; None: it is not.
-    """
-
-    place: str
-    timer: Timer
-    slow_down: SlowDown | None = None
+TIMING = 4  # how ops are timed; times taken otherwise are not mixed with these
 
 
 def default_cache() -> Path:
@@ -52,7 +37,11 @@ def default_cache() -> Path:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Price ops by timing each distinct one, in a CUDA graph on GPUs, with made-up valid inputs.
+    """Price ops by timing each distinct one, in a CUDA graph on GPUs.
+
+    That happens in a process of its own: what an op does to it costs the op its measurement, and
+    nothing else. Integers are those of the example batch, and what the step makes of them; floats
+    are made up.
 
     Devices of one model are timed once. A device that is not in this computer, an op that fails
     there, and what the time limit leaves out are priced by `base`, scaled by the median ratio of
@@ -68,6 +57,7 @@ class Profiled:
         kernel_gap_ns: What an op on a GPU takes longer in a step than in a chain of its like, ns.
         tell: Told how far the compiling of fused groups is, which comes first and does not count
             as measuring.
+        child: The process; by default one is started if there is something to measure.
     """
 
     seconds: float = 5.0
@@ -77,6 +67,7 @@ class Profiled:
     cpu_threads: int | None = None
     kernel_gap_ns: int = KERNEL_GAP_NS
     tell: Callable[[str], None] | None = None
+    child: Child | None = None
 
     def __call__(self, graph: OpGraph, machine: Machine) -> CostTable:
         """Price every op of `graph` on every device of `machine`.
@@ -90,6 +81,16 @@ class Profiled:
         table = self.base(graph, machine)
         if graph.program is None:
             return table
+        child = self.child or Child()
+        try:
+            return self._measured(graph, machine, table, child)
+        finally:
+            if self.child is None:
+                child.end()
+
+    def _measured(
+        self, graph: OpGraph, machine: Machine, table: CostTable, child: Child
+    ) -> CostTable:
         fast = [column for column, device in enumerate(machine.devices) if device.kind == "gpu"]
         order = likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist())
         cold = cold_inputs(graph, order)
@@ -100,14 +101,17 @@ class Profiled:
         done: dict[str, Priced] = {}
         kernels = np.zeros(compute_ns.shape, np.bool_)
         for column, device in enumerate(machine.devices):
-            timer = self._timer(device, machine, graph) if device.name not in self.skip else None
-            if timer is None:
+            found = self._spot(device, machine, graph) if device.name not in self.skip else None
+            if found is None:
                 continue
-            place, measure, slow = timer
+            place, spot = found
             if place not in done:
-                pricing = Pricing(self.seconds, self.cache, place, measure, notes, slow)
+                timer = RemoteTimer(graph, spot, child)
+                slow = timer.slow_down if device.kind == "gpu" else None
+                pricing = Pricing(self.seconds, self.cache, place, timer, notes, slow, timer.clock)
                 some = extremes if device.kind == "gpu" else {}
                 done[place] = pricing.price(graph, calls, some, table.compute_ns[:, column])
+                timer.close()
             priced = done[place]
             compute_ns[:, column] = priced.compute_ns
             warm_ns[:, column], cold_ns[:, column] = priced.warm_ns, priced.cold_ns
@@ -126,20 +130,19 @@ class Profiled:
         )
         return measured.with_kernel_gap(self.kernel_gap_ns)
 
-    def _timer(self, device: Device, machine: Machine, graph: OpGraph) -> DeviceTimer | None:
-        """How times are taken on this device; None if it is not here."""
+    def _spot(self, device: Device, machine: Machine, graph: OpGraph) -> tuple[str, Spot] | None:
+        """What times on a device depend on, and where they are taken; None if it is not here."""
         if device.kind == "gpu":
-            return _cuda_timer(device) if graph.program.device == "cuda" else None
+            is_here = graph.program.device == "cuda" and _is_here(device)
+            return (cuda_place(device.model), Spot(device.name)) if is_here else None
         if device.model != cpu_model():
             return None
         import torch
 
-        from devplace.cost.timing import time_on_cpu
-
         several = sum(other.kind == "cpu" for other in machine.devices) > 1
         threads = self.cpu_threads or (1 if several else torch.get_num_threads())
-        place = f"{device.model}|torch {torch.__version__}|{threads} threads"
-        return DeviceTimer(place, lambda call: time_on_cpu(call, threads))
+        versions = f"timing {TIMING}|torch {torch.__version__}"
+        return f"{device.model}|{versions}|{threads} threads", Spot("cpu", threads)
 
 
 def _prepared(
@@ -167,25 +170,15 @@ def _present(names: Sequence[str]) -> list[str]:
     return [name for name in names if name in {f"cuda:{k}" for k in range(count)}]
 
 
-def _cuda_timer(device: Device) -> DeviceTimer | None:
+def _is_here(device: Device) -> bool:
+    """Whether a GPU is one of this computer."""
+    return bool(_present([device.name])) and _model(device.name) == device.model
+
+
+def _model(name: str) -> str:
     import torch
 
-    index = device.name.removeprefix("cuda:")
-    if not torch.cuda.is_available() or not index.isdigit():
-        return None
-    if int(index) >= torch.cuda.device_count():
-        return None
-    if torch.cuda.get_device_properties(int(index)).name != device.model:
-        return None
-    from devplace.cost.sustained import slow_down
-    from devplace.cost.timing import time_on_cuda
-
-    _warm_up(torch, device.name)
-    return DeviceTimer(
-        cuda_place(device.model),
-        lambda call: time_on_cuda(call, device.name),
-        lambda calls: slow_down(calls, device.name),
-    )
+    return str(torch.cuda.get_device_properties(name).name)
 
 
 def cuda_place(model: str) -> str:
@@ -219,18 +212,3 @@ def _driver() -> str:
     import torch
 
     return str(torch._C._cuda_getDriverVersion())
-
-
-def _warm_up(torch: Any, name: str) -> None:
-    """Bring the clocks up."""
-    from devplace.cost import streams
-
-    stream = streams.take(name)
-    with torch.cuda.device(name), torch.cuda.stream(stream):
-        matrix = torch.zeros(2048, 2048, device=name)
-        until = time.monotonic() + WARM_UP_S
-        while time.monotonic() < until:
-            for _ in range(20):
-                matrix @ matrix
-            stream.synchronize()
-    streams.give_back(stream)

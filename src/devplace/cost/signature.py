@@ -19,7 +19,8 @@ class TensorSpec(NamedTuple):
         shape: Sizes.
         stride: Strides, elements.
         dtype: torch name without prefix.
-        bound: For integers: values are from 0 to below this, so that indices are valid; else 0.
+        bound: For integers that are made up: values are from 0 to below this, so that indices are
+            valid; else 0.
         is_cold: Whether it is no longer in a cache when the op reads it.
     """
 
@@ -37,12 +38,14 @@ class OpCall(NamedTuple):
         target: The op, as in the FX graph.
         args, kwargs: Its arguments, with a `TensorSpec` in place of every tensor.
         key: Equal for calls that cost the same.
+        node: Name of an FX node that makes it.
     """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     key: str
+    node: str = ""
 
 
 def op_calls(
@@ -74,7 +77,8 @@ def op_calls(
             for tensor, other in names.items()
             if hasattr(other.meta.get("val"), "stride")
         }
-        calls[index] = make_call(node.target, node.args, node.kwargs, specs)
+        call = make_call(node.target, node.args, node.kwargs, specs)
+        calls[index] = call._replace(node=node.name)
     return calls
 
 
@@ -107,6 +111,9 @@ class _Device:
     def __repr__(self) -> str:
         return "device"
 
+    def __reduce__(self) -> str:
+        return "DEVICE"
+
 
 DEVICE = _Device()
 """Stands for the torch device an op is timed on."""
@@ -132,7 +139,8 @@ INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
 def _bound(target: str, args: tuple[Any, ...]) -> int:
-    """Integer tensors of this call are indices below this; 2 where they are plain numbers."""
+    """Integer tensors of this call are indices below this; 1, so all zeros, where what they mean is
+    not known: zeros are valid as indices, and as offsets, which must not fall."""
     name = target.removeprefix("aten.").partition(".")[0]
     tensors = [arg for arg in args if isinstance(arg, TensorSpec)]
     if name in ("embedding", "index_put", "index", "_unsafe_index", "_unsafe_index_put"):
@@ -147,4 +155,4 @@ def _bound(target: str, args: tuple[Any, ...]) -> int:
         return max(1, tensors[1].shape[-1])
     if name == "max_pool2d_with_indices_backward":
         return max(1, tensors[1].shape[-1] * tensors[1].shape[-2])
-    return 2
+    return 1

@@ -9,7 +9,7 @@ depends on what is mixed how, so all ops of a step are run one after another.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -26,12 +26,15 @@ MOST_OPS = 4000
 """Of longer steps every second, third, ... op is run."""
 
 
-def slow_down(calls: Sequence[OpCall], device: str) -> float:
+def slow_down(
+    calls: Sequence[OpCall], device: str, real: Mapping[str, Mapping[int, Any]] | None = None
+) -> float:
     """Time of a step that is repeated without a pause, divided by its time after a pause.
 
     Args:
         calls: Those of the step in order, all of which can be timed on the device.
         device: Name of the torch device.
+        real: Key of a call -> values of some of its tensors, see `Arguments`.
 
     Returns:
         A factor of at least 1; 1 where the calls cannot be run together.
@@ -40,7 +43,8 @@ def slow_down(calls: Sequence[OpCall], device: str) -> float:
     torch_device = torch.device(device)
     try:
         with torch.cuda.device(torch_device), torch.cuda.stream(stream), torch.no_grad():
-            graph = _recorded(calls[:: 1 + len(calls) // MOST_OPS], torch_device)
+            some = calls[:: 1 + len(calls) // MOST_OPS]
+            graph = _recorded(some, torch_device, real or {})
             return max(1.0, _ratio(graph, stream))
     except RuntimeError:  # no room, or ops that no graph can hold
         torch.cuda.synchronize(torch_device)
@@ -50,13 +54,13 @@ def slow_down(calls: Sequence[OpCall], device: str) -> float:
         torch.cuda.empty_cache()
 
 
-def _recorded(calls: Sequence[OpCall], device: Any) -> Any:
-    """A CUDA graph of the calls, equal ones on the same made-up arguments, as far as these fit in
-    half of the free memory."""
+def _recorded(calls: Sequence[OpCall], device: Any, real: Mapping[str, Mapping[int, Any]]) -> Any:
+    """A CUDA graph of the calls, equal ones on the same arguments, as far as these fit in half of
+    the free memory."""
     room = free_bytes(device) // 2
     ready: dict[str, Arguments] = {}
     for key, call in {call.key: call for call in calls}.items():
-        arguments = Arguments(call, device, 0, 0)
+        arguments = Arguments(call, device, 0, 0, real=real.get(key))
         if arguments.input_bytes <= room:
             room -= arguments.input_bytes
             arguments.run(0)

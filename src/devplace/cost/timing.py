@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,10 +35,15 @@ class Timing(NamedTuple):
     workspace_bytes: int = 0
 
 
-def time_on_cuda(call: OpCall, device: Any) -> Timing:
+def time_on_cuda(call: OpCall, device: Any, real: Mapping[int, Any] | None = None) -> Timing:
     """Time an op inside a CUDA graph that repeats it.
 
     Ops that no graph can hold are timed by events around single calls.
+
+    Args:
+        call: The op.
+        device: A GPU.
+        real: Values of some of its tensors, see `Arguments`.
 
     Raises:
         RuntimeError: The op cannot run on this device with such arguments.
@@ -46,7 +51,7 @@ def time_on_cuda(call: OpCall, device: Any) -> Timing:
     device = torch.device(device)
     stream = streams.take(str(device))
     try:
-        return _timed(call, device, stream)
+        return _timed(call, device, stream, real)
     finally:
         streams.give_back(stream)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -54,11 +59,11 @@ def time_on_cuda(call: OpCall, device: Any) -> Timing:
             torch.cuda.empty_cache()  # every graph had a pool of its own
 
 
-def _timed(call: OpCall, device: Any, stream: Any) -> Timing:
+def _timed(call: OpCall, device: Any, stream: Any, real: Mapping[int, Any] | None) -> Timing:
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     budget = min(MOST_BYTES, free_bytes(device) // 4)
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
-        arguments = Arguments(call, device, 2 * cache, budget)
+        arguments = Arguments(call, device, 2 * cache, budget, real=real)
         arguments.run(0)
         alone_ns, workspace, made = _alone(arguments, stream, device)
         most = budget // max(1, made + workspace)
@@ -150,12 +155,13 @@ def _end(graph: Any) -> None:
         raise RuntimeError(f"no CUDA graph can hold the op: {error}") from error
 
 
-def time_on_cpu(call: OpCall, threads: int) -> Timing:
+def time_on_cpu(call: OpCall, threads: int, real: Mapping[int, Any] | None = None) -> Timing:
     """Time an op on the CPU: median of calls that last 3 ms together, three at least.
 
     Args:
         call: The op.
         threads: Threads it may use.
+        real: Values of some of its tensors, see `Arguments`.
 
     Raises:
         RuntimeError: The op cannot run on a CPU.
@@ -164,7 +170,7 @@ def time_on_cpu(call: OpCall, threads: int) -> Timing:
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
-            arguments = Arguments(call, "cpu", 0, MOST_BYTES)
+            arguments = Arguments(call, "cpu", 0, MOST_BYTES, real=real)
             arguments.run(0)
             spans: list[int] = []
             while len(spans) < 3 or (sum(spans) < CPU_NS and len(spans) < 200):

@@ -13,6 +13,9 @@ from devplace.errors import GraphError
 Stage = Literal["source", "forward", "backward", "update"]
 Role = Literal["", "input", "scalar", "parameter", "buffer", "state", "constant"]
 ResultRole = Literal["loss", "output", "parameter", "buffer", "state"]
+BATCH_ON = "batch_on"
+"""Key of `OpGraph.meta`: name of the GPU on which the example batch lay; not there if it lay on the
+host."""
 _TOO_LARGE = 2**63  # simulators count in int64
 
 

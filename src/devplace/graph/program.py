@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 BindingKind = Literal["parameter", "buffer", "state", "constant", "input", "scalar"]
 
+Layouts = tuple[tuple[int, ...] | None, ...]
+"""Strides of each tensor that a call gives; None for what is no tensor or may lie anyhow."""
+
 
 RANDOM_KEYS = "random_keys"
 """Name of the input that a step's random numbers are computed from: an int32 tensor with a row for
@@ -31,8 +34,8 @@ class Binding:
             `RANDOM_KEYS`.
         slot: For `state` the name in `optimizer.state[p]` (`exp_avg`, `momentum_buffer`); for
             `input` the index among the flattened example inputs (torch pytree order).
-        value: For `constant` the tensor itself; for others nothing (parameters and buffers are read
-            from the model).
+        value: For `constant` the tensor itself; for inputs and buffers that `may_be_indices` the
+            example's, with which ops are timed; for others nothing.
         strides: Of the tensor at capture; None if they are not known.
     """
 
@@ -42,6 +45,16 @@ class Binding:
     slot: str | int = ""
     value: Any = None
     strides: tuple[int, ...] | None = None
+
+
+SMALL_BYTES = 1 << 16
+
+
+def may_be_indices(tensor: Any) -> bool:
+    """Whether indices may be a tensor's values, or be made of them: integers, and small ones."""
+    if tensor.is_meta or tensor.is_complex():
+        return False
+    return not tensor.is_floating_point() or (tensor.numel() * tensor.element_size() <= SMALL_BYTES)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,12 @@ class Program:
         scalars: Function of the 1-based step number and, optionally, the optimizer's present
             param_groups -> value of every scalar input (learning rate, bias corrections ...), as
             Python floats, exactly as torch.optim computes them on the host.
-        random_ops: Names of FX nodes that draw random numbers from a generator, in trace order.
+        random_ops: Name of each FX node that draws random numbers from a generator, in trace order
+            -> position of the draw in the step, of which its seed is made. Ops of one position
+            draw the same numbers, as activation checkpointing does.
+        layouts: Names of FX calls whose kernels may lay out what they make otherwise than the trace
+            says -> the layouts of the trace, which executors give these outputs: what reads them
+            may count elements in memory.
         input_spec: torch pytree spec of `(args, kwargs)`; `graph.capture.flatten_batch` flattens
             new batches the same way.
         input_constants: Leaf index -> value of the inputs that are not tensors; they are fixed.
@@ -91,7 +109,8 @@ class Program:
     tensor_of: Mapping[str, int]
     op_of: Mapping[str, int]
     scalars: Callable[[int, Sequence[Mapping[str, Any]] | None], dict[str, float]]
-    random_ops: tuple[str, ...] = ()
+    random_ops: Mapping[str, int] = field(default_factory=dict)
+    layouts: Mapping[str, Layouts] = field(default_factory=dict)
     input_spec: Any = None
     input_constants: Mapping[int, Any] = field(default_factory=dict)
     output_spec: Any = None
@@ -105,3 +124,12 @@ class Program:
     device: str = "cpu"
     optimizer: Any = None
     loss_fn: Any = None
+
+
+def layouts_of(value: Any) -> Layouts:
+    """Strides of a tensor or of several; such as repeat elements may lie anyhow."""
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(
+        tuple(part.stride()) if hasattr(part, "stride") and 0 not in part.stride() else None
+        for part in parts
+    )

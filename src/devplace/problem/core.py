@@ -3,7 +3,8 @@
 Views are folded away: a tensor that travels (a *carrier*) is either an op's own output, or a view
 of a part of it. A view of the whole travels as its base. Read-only sources (inputs, constants,
 parameters that the step does not replace) are on every device that reads them from the start, so
-they are no tasks either: they only take memory. In shapes `N` is tasks, `T` carriers, `S` storages,
+they are no tasks either: they take memory, and before the step begins a batch's inputs are copied
+to them. In shapes `N` is tasks, `T` carriers, `S` storages,
 `K` read-only sources, `D` devices, `G` colocation groups, `C` distinct link speeds.
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost import CostTable, transfer_times
+from devplace.cost.batch import copy_times
 from devplace.graph import OpGraph
 from devplace.graph.coarsen import parameter_name
 from devplace.graph.overwrite import overwritten_sources
@@ -52,6 +54,7 @@ class Tasks:
         const_op: Op index of each read-only source. `[K]`
         const_bytes: `[K]`
         const_ptr, const_user: Tasks that read it. `[K+1]`, `[..]`
+        is_input: Whether it is of the batch. uint8 `[K]`
     """
 
     task_op: I32
@@ -76,6 +79,7 @@ class Tasks:
     const_bytes: I64
     const_ptr: I32
     const_user: I32
+    is_input: NDArray[np.uint8]
 
     @property
     def num_tasks(self) -> int:
@@ -134,6 +138,8 @@ class Wires:
             buffers. `[D]`
         pool: Memory pool of each device, -1 for none. `[D]`
         pool_limit_bytes: `[P]`
+        copy_ns: Time to copy each read-only source to each device before the step begins; only
+            those of the batch take any. `[K, D]`
     """
 
     duration_ns: I64
@@ -153,6 +159,7 @@ class Wires:
     held_bytes: I64
     pool: I32
     pool_limit_bytes: I64
+    copy_ns: I64
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +168,18 @@ class Core:
 
     tasks: Tasks
     wires: Wires
+
+    def batch_ns(self, device: I32) -> int:
+        """Time it takes to copy the batch to the devices that read it, one copy after the other.
+
+        Args:
+            device: Device of each task. int32 `[N]`
+        """
+        tasks, total = self.tasks, 0
+        for const in np.flatnonzero(self.wires.copy_ns.any(axis=1)).tolist():
+            users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
+            total += int(self.wires.copy_ns[const, np.unique(device[users])].sum())
+        return total
 
     @property
     def num_devices(self) -> int:
@@ -307,6 +326,7 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
         const_bytes=np.array(const_bytes, np.int64),
         const_ptr=const_ptr,
         const_user=const_user,
+        is_input=np.array([graph.ops[i].role == "input" for i in layout.const_ops], np.uint8),
     )
 
 
@@ -339,9 +359,21 @@ def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
 
 
 def build_wires(
-    tasks: Tasks, machine: Machine, costs: CostTable, limit_bytes: Sequence[int]
+    tasks: Tasks,
+    machine: Machine,
+    costs: CostTable,
+    limit_bytes: Sequence[int],
+    batch_on: str = "",
 ) -> Wires:
-    """Price tasks and transfers on the machine."""
+    """Price tasks, transfers and the copies of a batch on the machine.
+
+    Args:
+        tasks: What has to be done.
+        machine: Where.
+        costs: Times of ops.
+        limit_bytes: Memory a device may use. `[D]`
+        batch_on: Device on which the batch lies; default: the host.
+    """
     names = machine.device_names
     count = len(names)
     link_class = np.full((count, count), -1, np.int32)
@@ -374,6 +406,8 @@ def build_wires(
     for device in machine.devices:
         if device.pool:
             reserve[device.pool] += device.reserve_bytes
+    copies = copy_times(tasks.const_bytes, machine, batch_on)
+    copies[tasks.is_input == 0] = 0
     durations = costs.compute_ns[tasks.task_op]
     durations[tasks.is_source.astype(bool)] = 0
     return Wires(
@@ -396,6 +430,7 @@ def build_wires(
         pool_limit_bytes=np.array(
             [max(0, pool.memory_bytes - reserve[pool.name]) for pool in machine.pools], np.int64
         ),
+        copy_ns=copies,
     )
 
 

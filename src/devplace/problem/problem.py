@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from devplace.cost import CostTable
 from devplace.errors import ProblemError
 from devplace.graph import OpGraph
+from devplace.graph.graph import BATCH_ON
 from devplace.graph.members import parts_of
 from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.machine import Machine
@@ -110,6 +111,7 @@ class Problem:
         once = float(wires.latency_ns.max())
         transfers = (each + once).sum(dtype=float) * (len(wires.streams) - 1)
         total = wires.duration_ns.max(axis=1).sum(dtype=float) + transfers
+        total += wires.copy_ns.sum(dtype=float)
         if total >= 2**62:
             raise ProblemError(
                 f"The times of a step must fit 64 bits: these add up to {total / NS_PER_S:.2g} s. "
@@ -142,7 +144,9 @@ class Problem:
     def core(self) -> Core:
         """Tasks and wires for the simulator."""
         tasks = build_tasks(self.graph, self.costs.workspace_bytes)
-        return Core(tasks, build_wires(tasks, self.machine, self.costs, self.limit_bytes))
+        batch_on = str(self.graph.meta.get(BATCH_ON, ""))
+        wires = build_wires(tasks, self.machine, self.costs, self.limit_bytes, batch_on)
+        return Core(tasks, wires)
 
     @cached_property
     def usable_devices(self) -> tuple[int, ...]:
@@ -164,8 +168,8 @@ class Problem:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was softened or is worth knowing about the demands."""
-        return (*self._demands[1], *self._vain_limits())
+        """What was softened or is worth knowing about the demands, and about the costs."""
+        return (*self._demands[1], *self._vain_limits(), *self.costs.notes)
 
     def _vain_limits(self) -> Iterator[str]:
         """Limits above what a device has, which lower nothing."""

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from devplace.graph.members import module_shares
-from devplace.report.summary import best_single
+from devplace.report.summary import WORTH_TELLING, best_single
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import format_time
@@ -71,7 +71,7 @@ def find_limits(timeline: Timeline, bound: LowerBound | None = None) -> Limits:
     top = dict(sorted(modules.items(), key=lambda item: -item[1])[:5])
     busiest = int((timeline.busy_ns // problem.core.wires.streams).argmax())
     compute = sum(spent)
-    wait = timeline.makespan_ns - compute
+    wait = timeline.makespan_ns - timeline.batch_ns - compute
     busy = int(timeline.busy_ns[busiest] // problem.core.wires.streams[busiest])
     limited_by: LimitedBy = "critical path"
     if bound.step_ns >= _NO_GAIN * single.makespan_ns and single.is_feasible:
@@ -101,10 +101,11 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
     step = format_time(timeline.makespan_ns)
     chain, load = format_time(limits.chain_ns), format_time(limits.load_ns)
     if limits.limited_by == "chain" and usable == 1:
-        return f"The step takes {step} on the only usable device, {limits.busiest}."
+        alone = f"The step takes {step} on the only usable device, {limits.busiest}."
+        return alone + _batch_text(timeline)
     used = sum(map(bool, timeline.order))
     if limits.limited_by == "chain" or used == 1:
-        return _no_gain_text(limits, usable, used, step)
+        return _no_gain_text(limits, usable, used, step) + _batch_text(timeline)
     path = (
         f"{format_time(limits.path_compute_ns)} of ops and "
         f"{format_time(limits.path_wait_ns)} of transfers"
@@ -120,8 +121,16 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
     return (
         f"{first} {_modules(limits, 'Most')}. It uses {used} of {usable} devices; no plan can "
         f"be below {format_time(limits.lower_bound_ns)} (longest chain {chain}, work shared out "
-        f"{load}), one device takes {format_time(limits.single_ns)}{fits}."
+        f"{load}), one device takes {format_time(limits.single_ns)}{fits}.{_batch_text(timeline)}"
     )
+
+
+def _batch_text(timeline: Timeline) -> str:
+    """What bringing in the batch takes, as a sentence; nothing if that does not matter."""
+    if timeline.batch_ns < WORTH_TELLING * timeline.makespan_ns or not timeline.batch_ns:
+        return ""
+    took = format_time(timeline.batch_ns)
+    return f" Before the first op, the batch is copied to its devices in {took}."
 
 
 def _no_gain_text(limits: Limits, usable: int, used: int, step: str) -> str:

@@ -12,6 +12,9 @@ from devplace.report.pipeline import load_rows
 from devplace.simulator import Timeline, simulate
 from devplace.units import format_bytes, format_time
 
+WORTH_TELLING = 0.01
+"""Part of a step from which on the copies of the batch are told."""
+
 
 def best_single(problem: Problem) -> Timeline:
     """The best step with everything on one device: one that fits if any does, else the fastest."""
@@ -73,7 +76,7 @@ def longest_idle(timeline: Timeline) -> Idle | None:
     """The longest time a device that has work runs nothing; None when no device ever waits."""
     longest: Idle | None = None
     for d, ops in enumerate(timeline.order):
-        end = 0
+        end = timeline.batch_ns
         for op in ops:
             start = int(timeline.start_ns[op])
             if start > end and (longest is None or start - end > longest.length_ns):
@@ -154,6 +157,9 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
         lines.append((problem.machine.device_names[d], text + format_bytes(problem.limit_bytes[d])))
     if not timeline.is_feasible:
         lines.append(("does not fit", missing_text(timeline.missing_bytes)))
+    if timeline.batch_ns and timeline.batch_ns >= WORTH_TELLING * timeline.makespan_ns:
+        took = format_time(timeline.batch_ns)
+        lines.append(("batch", f"copied to its devices in {took}, before the first op"))
     count = len(timeline.transfers)
     lines.append(("moved", f"{format_bytes(timeline.transfer_bytes)} in {count:,} transfers"))
     if sum(map(bool, timeline.order)) > 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -151,9 +152,15 @@ class SharedValues:
     Args:
         program: Of the captured step.
         model: The user's model.
+        replaced: Source ops whose values the step replaces.
     """
 
-    def __init__(self, program: Program, model: Any) -> None:
+    _ahead: ClassVar[WeakSet[SharedValues]] = WeakSet()
+    """Those whose step has trained its own copies since it was synced or loaded."""
+
+    def __init__(
+        self, program: Program, model: Any, replaced: Collection[int] = frozenset()
+    ) -> None:
         self._bindings: list[Binding] = []
         self._tensors: list[Any] = []
         self._places: list[tuple[dict[str, Any], str]] = []
@@ -164,10 +171,22 @@ class SharedValues:
                 self._bindings.append(binding)
                 self._tensors.append(tensor)
                 self._places.append((place, key))
+        rows = zip(self._bindings, self._tensors, strict=True)
+        self._trained = {id(tensor): b.key for b, tensor in rows if b.op in replaced}
         self.note()
+
+    def go_ahead(self) -> None:
+        """The step has made new values of those that it replaces."""
+        if self._trained:
+            self._ahead.add(self)
+
+    def let_go(self) -> None:
+        """The step is over: what it has made since its last sync is nobody's."""
+        self._ahead.discard(self)
 
     def note(self) -> None:
         """They are now as the step has them."""
+        self.let_go()
         self._versions = list(map(_version, self._tensors))
 
     def check(self, get: Get, is_synced: bool) -> None:
@@ -179,8 +198,11 @@ class SharedValues:
                 to and put back does no harm.
 
         Raises:
-            PlanMismatchError: Names one.
+            PlanMismatchError: Names one, also if another step has newer values of it.
         """
+        for other in tuple(self._ahead):
+            if other is not self:
+                self._check_other(other)
         present: list[Any] = [place.get(key) for place, key in self._places]
         is_other = any(map(is_not, present, self._tensors))
         if not is_other and list(map(_version, self._tensors)) == self._versions:
@@ -193,6 +215,15 @@ class SharedValues:
             if not (may_be_equal and _is_equal(tensor, get(binding.op))):
                 raise _written(binding.kind, binding.key, tensor)
         self.note()
+
+    def _check_other(self, other: SharedValues) -> None:
+        newer = next((id(t) for t in self._tensors if id(t) in other._trained), None)
+        if newer is not None:
+            raise PlanMismatchError(
+                f"Steps over one model take turns: another step has trained "
+                f"{other._trained[newer]!r} since it was synced, and this one has older values of "
+                f"it. Call sync() of the other step, then load() of this one, or close the other."
+            )
 
 
 def _place(binding: Binding, model: Any) -> tuple[dict[str, Any], str]:

@@ -1,10 +1,10 @@
-"""Check that a placed step gives the same numbers as the unplaced one."""
+"""Check that a placed step gives the numbers of the unplaced one, and that one the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ import torch
 from devplace.errors import VerificationError
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call
+from devplace.graph.capture.several import as_one
+from devplace.graph.graph import StepResult
 from devplace.run.copies import clone_tensor
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
+from devplace.run.own_step import OwnStep, run_own, why_not_run
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState, invent
 from devplace.run.unplaced import run_unplaced
@@ -27,18 +30,22 @@ from devplace.run.unplaced import run_unplaced
 # one among results of its kind.
 SMALLEST_SHARE = 1e-3
 LIMITS = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Other kernels round otherwise than a step's (the libraries' norms and recurrent layers, compiled
+# groups), and what lies at a kink falls to its other side: by so many times more may the captured
+# step be off the user's own. A wrong element is off by much more than both.
+OWN_FACTOR = 10
 
 
 @dataclass(frozen=True)
 class TensorError:
-    """How far one result of the placed step is from the unplaced one.
+    """How far one result of a step is from what it is compared with.
 
     Attributes:
         name: Name of the result.
         role: What it is: loss, output, parameter, buffer or state.
         step: 1-based checked step in which the error was largest.
-        error: Largest difference divided by the largest magnitude in the unplaced tensor; for
-            integers 0 or inf.
+        error: Largest difference divided by the largest magnitude in the tensor it is compared
+            with; for integers 0 or inf.
         limit: What is allowed for its dtype.
         is_bit_equal: Whether it was equal in every bit (NaN equals NaN) in every step.
     """
@@ -59,11 +66,16 @@ class CheckReport:
         steps: Number of steps compared; a check ends with the first step that is wrong.
         tensors: One entry per result of the graph.
         num_transfers: Copies between devices per step.
+        own: The first captured, unplaced step beside the user's own, which PyTorch runs eagerly:
+            one entry per result that both leave; empty where they cannot be compared.
+        not_compared: Why they cannot; else empty.
     """
 
     steps: int
     tensors: tuple[TensorError, ...]
     num_transfers: int
+    own: tuple[TensorError, ...] = ()
+    not_compared: str = ""
 
     @property
     def is_bit_equal(self) -> bool:
@@ -74,6 +86,17 @@ class CheckReport:
     def worst(self) -> TensorError:
         """The result with the largest error as a share of its limit."""
         return max(self.tensors, key=_severity)
+
+    @property
+    def beside_own(self) -> str:
+        """What the comparison with the user's own step gave, in words."""
+        if self.not_compared:
+            return f"not compared with an eager step: {self.not_compared}"
+        error = max((tensor.error for tensor in self.own), default=0.0)
+        equal = f"equal within {error:.1e} of each tensor's largest value"
+        if all(tensor.is_bit_equal for tensor in self.own):
+            equal = "bit for bit equal"
+        return f"{len(self.own)} results of the first step are {equal} to those of an eager step"
 
 
 def check(
@@ -90,6 +113,10 @@ def check(
     copy: CopyFunction = clone_tensor,
 ) -> CheckReport:
     """Run the placed and the unplaced step side by side and compare everything they leave behind.
+
+    The first unplaced step is also compared with the user's own: forward, backward and
+    `optimizer.step` as PyTorch runs them eagerly, on copies of all values. Where that cannot be
+    (random numbers, values that are made up), the report says why.
 
     Both start from the model's values (made-up ones where it is on the meta device) and draw the
     same random numbers. The unplaced step runs node by node in trace order on one thread. Passes
@@ -110,20 +137,101 @@ def check(
         copy: Makes the copy of a transferred tensor.
 
     Raises:
-        VerificationError: A tensor is off by more than its limit; names the worst one.
+        VerificationError: A tensor is off by more than its limit; names the worst one, or of the
+            user's own step the first.
         PlanError: The order is incomplete or can never finish.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
     pair = _Pair(graph, model, optimizer, seed, _reference_device(schedule))
     batch = _real_inputs(bind_inputs(graph, *as_call(inputs, kwargs)), seed)
+    own, reason = compare_own(graph, model, optimizer, inputs, kwargs, lambda: pair.expect(batch))
     executor = make_executor(schedule, seed, copy)
     try:
         done, errors = pair.compare_steps(executor, batch, steps)
     finally:
         executor.close()
-    report = CheckReport(done, tuple(errors), len(schedule.transfers))
+    report = CheckReport(done, tuple(errors), len(schedule.transfers), own, reason)
     _raise_if_wrong(report)
     return report
+
+
+def compare_own(
+    graph: OpGraph,
+    model: Any,
+    optimizer: Any,
+    inputs: Any,
+    kwargs: Any,
+    find: Callable[[], Sequence[Any]],
+) -> tuple[tuple[TensorError, ...], str]:
+    """Compare the results of an unplaced step with those of the user's own, run eagerly.
+
+    Args:
+        graph, model, optimizer, inputs, kwargs: As for `check`.
+        find: Gives the results of the unplaced step.
+
+    Returns:
+        One error per result that both leave, and why there are none.
+
+    Raises:
+        VerificationError: Names the first result that is off by more than its limit.
+    """
+    reason = why_not_run(graph, model, inputs, kwargs)
+    if reason:
+        return (), reason
+    try:
+        with _one_thread():
+            own = run_own(graph, model, optimizer, inputs, kwargs)
+    except Exception as error:  # whatever the user's code raises
+        first = (str(error).strip().splitlines() or [""])[0]
+        return (), f"it failed eagerly: {type(error).__name__}: {first}"
+    limit = OWN_FACTOR * _coarsest(graph)
+    results = [_without_rounding(graph, k, own, value, limit) for k, value in enumerate(find())]
+    both = [k for k, value in enumerate(own.results) if value is not None]
+    errors = _compare_all(
+        [graph.results[k] for k in both],
+        [results[k] for k in both],
+        [own.results[k] for k in both],
+        1,
+    )
+    errors = [replace(error, limit=max(error.limit, limit)) for error in errors]
+    wrong = [error for error in errors if error.error > error.limit]
+    count = graph.meta["micro_batches"]
+    if wrong and count > 1:  # a mean over each, as batch norm takes, may be meant
+        return (), (
+            f"{count} micro-batches give another {wrong[0].role} {wrong[0].name!r} than the whole "
+            f"batch, by {wrong[0].error:.3g} of its largest value"
+        )
+    if wrong:
+        raise VerificationError(
+            f"The captured step must give the numbers of the eager one: {wrong[0].role} "
+            f"{wrong[0].name!r} is off by {wrong[0].error:.3g} of its largest value, allowed "
+            f"{wrong[0].limit:.3g}; {len(wrong)} of {len(errors)} results are wrong. Do not use "
+            "this step: look for what a trace cannot see, such as values that change from call to "
+            "call, or report the fault."
+        )
+    return tuple(errors), ""
+
+
+def _coarsest(graph: OpGraph) -> float:
+    """The largest limit of a dtype that the step computes in."""
+    limit = max((LIMITS.get(tensor.dtype, 0.0) for tensor in graph.tensors), default=0.0)
+    is_short = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    if graph.program.device == "cuda" and is_short and limit == LIMITS["float32"]:
+        return LIMITS["float16"]  # TF32 has as many digits
+    return limit
+
+
+def _without_rounding(graph: OpGraph, index: int, own: OwnStep, found: Any, limit: float) -> Any:
+    """A new parameter with the user's own numbers where its gradient is nothing but rounding:
+    optimizers that divide by its magnitude make a whole step of that."""
+    result = graph.results[index]
+    expected, gradient = own.results[index], own.gradients.get(result.name)
+    if result.role != "parameter" or gradient is None or graph.meta["optimizer"] == "SGD":
+        return found
+    if expected is None or expected.shape != found.shape:
+        return found
+    largest = max(_magnitude(each) for each in own.gradients.values())
+    return torch.where(gradient.abs() <= limit * largest, expected.detach(), found)
 
 
 class _Pair:
@@ -132,6 +240,7 @@ class _Pair:
     def __init__(
         self, graph: OpGraph, model: Any, optimizer: Any, seed: int, device: str = "cpu"
     ) -> None:
+        optimizer = as_one(optimizer)
         state = ModelState(graph, model, optimizer, invent_seed=seed)
         self._graph = graph
         self._seed = seed
@@ -140,6 +249,13 @@ class _Pair:
         self._before_capture = state.steps_before_capture
         self._device = device
         self._sources = self._moved(state.read())
+
+    def expect(self, batch: Mapping[int, Any]) -> list[Any]:
+        """What the next unplaced step leaves behind; nothing is continued from it."""
+        number = self._since_capture + 1
+        given = {**batch, **bind_scalars(self._graph, number, self._groups)}
+        sources = {**self._sources, **self._moved(given)}
+        return self._unplaced(sources, number + self._before_capture)
 
     def compare_steps(
         self, executor: Executor, batch: dict[int, Any], steps: int
@@ -154,7 +270,7 @@ class _Pair:
             number += self._before_capture
             found = self._run_placed(executor, given, number)
             expected = self._run_unplaced(given, number)
-            errors = _worse(errors, _compare_all(self._graph, found, expected, step))
+            errors = _worse(errors, _compare_all(self._graph.results, found, expected, step))
             if any(tensor.error > tensor.limit for tensor in errors):
                 return step, errors
         return steps, errors
@@ -170,12 +286,15 @@ class _Pair:
 
     def _run_unplaced(self, given: dict[int, Any], number: int) -> list[Any]:
         self._sources.update(self._moved(given))
-        with _one_thread():
-            expected = run_unplaced(self._graph, self._sources, self._seed, number, self._device)
+        expected = self._unplaced(self._sources, number)
         for result, value in zip(self._graph.results, expected, strict=True):
             if result.replaces >= 0:
                 self._sources[result.replaces] = value
         return expected
+
+    def _unplaced(self, sources: Mapping[int, Any], number: int) -> list[Any]:
+        with _one_thread():
+            return run_unplaced(self._graph, sources, self._seed, number, self._device)
 
     def _moved(self, values: Mapping[int, Any]) -> dict[int, Any]:
         if self._device == "cpu":
@@ -217,16 +336,16 @@ def compare(
 
 
 def _compare_all(
-    graph: OpGraph, found: Sequence[Any], expected: Sequence[Any], step: int
+    results: Sequence[StepResult], found: Sequence[Any], expected: Sequence[Any], step: int
 ) -> list[TensorError]:
-    kinds = [(result.role, result.name.partition("[")[0]) for result in graph.results]
+    kinds = [(result.role, result.name.partition("[")[0]) for result in results]
     kinds = [(role, slot if role == "state" else "") for role, slot in kinds]
     largest: dict[tuple[str, str], float] = {}
     for kind, theirs in zip(kinds, expected, strict=True):
         largest[kind] = max(largest.get(kind, 0.0), _magnitude(theirs))
     return [
         compare(result.name, result.role, mine, theirs, step, SMALLEST_SHARE * largest[kind])
-        for result, kind, mine, theirs in zip(graph.results, kinds, found, expected, strict=True)
+        for result, kind, mine, theirs in zip(results, kinds, found, expected, strict=True)
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from devplace.kernels import kernel_of
+from devplace.run.copies import as_traced
 from devplace.run.schedule import Instruction, Schedule
 from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
 
@@ -65,13 +66,14 @@ class _Generator:
         self._program = schedule.graph.program
         self._device = device
         self._is_timed = is_timed
-        self._position = {name: k for k, name in enumerate(self._program.random_ops)}
+        self._position = self._program.random_ops
         self._names: dict[Any, str] = {}
         self._globals: dict[str, Any] = {
             "Stopped": StoppedError,
             "op_seed": op_seed,
             "draw": call_with_default_generator,
             "now": time.perf_counter_ns,
+            "as_traced": as_traced,
         }
         self._global_of: dict[int, str] = {}
         self._op_of = dict(self._program.op_of)
@@ -118,7 +120,11 @@ class _Generator:
         if kind == "receive":
             return f"{name} = receive({transfer})"
         op = self._op_of[node.name]
-        call = f"{name} = {self._call(node)}"
+        made = self._call(node)
+        layouts = self._program.layouts.get(node.name)
+        if layouts is not None:
+            made = f"as_traced({made}, {layouts!r})"
+        call = f"{name} = {made}"
         is_free = node.target is operator.getitem or self._schedule.graph.ops[op].is_view
         if not self._is_timed or is_free:
             return call

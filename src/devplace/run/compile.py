@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import ExecutionError, InputError
 from devplace.graph import OpGraph
+from devplace.graph.capture.several import as_one, each_of
 from devplace.graph.program import Constant
 from devplace.kernels.prepare import prepare
 from devplace.run.captured import CapturedFacts, SharedValues
@@ -100,7 +102,7 @@ class Step:
         self.is_timed = False
         self.timeline: MeasuredTimeline | None = None
         self._lost_by = ""
-        self._optimizer = optimizer
+        self._optimizer = as_one(optimizer)
         self._graph = graph
         self._changes_state = bool(graph.replaced)
         self._state = ModelState(graph, model, optimizer, invent_seed)
@@ -144,7 +146,9 @@ class Step:
             self._steps_since_capture = self._state.steps_since_capture(self._steps_since_capture)
             for op, value in values.items():
                 self.executor.put(op, value)
-            self._shared = SharedValues(self._graph.program, self._state.model)
+            self._shared = SharedValues(
+                self._graph.program, self._state.model, self._graph.replaced
+            )
             self._is_synced = True
             self._lost_by = ""
 
@@ -207,10 +211,14 @@ class Step:
         groups = None if self._optimizer is None else self._optimizer.param_groups
         values = bind_inputs(self._graph, args, kwargs)
         require_values(self._graph, values)
-        values.update(bind_scalars(self._graph, number, groups))
+        scalars = bind_scalars(self._graph, number, groups)
         try:
+            for op, value in scalars.items():
+                self.executor.put(op, value)
+            begin = time.perf_counter_ns()
             for op, value in values.items():
                 self.executor.put(op, value)
+            batch_ns = time.perf_counter_ns() - begin
             outcome = self.executor.step(self.steps_done + 1, self.is_timed)
         except ExecutionError as error:
             if self.executor.has_lost_state:
@@ -218,14 +226,17 @@ class Step:
             raise
         self._steps_since_capture = number
         self._is_synced = self._is_synced and not self._changes_state
+        self._shared.go_ahead()
         if self._optimizer is not None:
-            self._optimizer._opt_called = True  # or torch's schedulers warn that no step was made
+            for one in each_of(self._optimizer):
+                one._opt_called = True  # or torch's schedulers warn that no step was made
         if outcome.timeline is not None:
-            self.timeline = outcome.timeline
+            self.timeline = outcome.timeline.after(batch_ns)
         return outcome
 
     def close(self) -> None:
         """End the device threads. The step cannot be called any more."""
+        self._shared.let_go()
         self.executor.close()
 
     def __enter__(self) -> Step:

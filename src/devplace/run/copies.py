@@ -46,6 +46,31 @@ def laid_out(value: Any, strides: Sequence[int] | None) -> Any:
     return copied.copy_(value.detach())
 
 
+def as_traced(made: Any, layouts: Sequence[Sequence[int] | None]) -> Any:
+    """What a kernel made, laid out as in the trace; a copy only of what is not.
+
+    What reads it was traced for that layout: a view may fit no other, `as_strided` would read other
+    elements.
+
+    Args:
+        made: A tensor, or several.
+        layouts: Of `Program.layouts`.
+    """
+    if isinstance(made, torch.Tensor):
+        return _with_strides(made, layouts[0])
+    return [_with_strides(part, strides) for part, strides in zip(made, layouts, strict=True)]
+
+
+def _with_strides(value: Any, strides: Sequence[int] | None) -> Any:
+    if strides is None or value is None or value.stride() == strides:
+        return value
+    sides = zip(value.shape, value.stride(), strides, strict=True)
+    if all(size == 1 or now == wanted for size, now, wanted in sides) or value.numel() == 0:
+        return value
+    copied = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return copied.copy_(value)
+
+
 def _copied(value: Any, gap: int) -> Any:
     if value.is_contiguous():
         return value.clone()

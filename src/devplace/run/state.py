@@ -10,6 +10,7 @@ import torch
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import OpGraph
 from devplace.graph.capture.refuse import unwrap
+from devplace.graph.capture.several import as_one, kind_of, owner_of
 from devplace.graph.program import Binding
 from devplace.run.copies import laid_out
 
@@ -46,12 +47,13 @@ class ModelState:
         self._graph = graph
         self.model = unwrap(model)
         self._starts = _steps_at_capture(graph)
-        self._optimizer = optimizer
+        self._optimizer = as_one(optimizer)
         self._invent_seed = invent_seed
         self._check_optimizer()
 
     def read(self) -> dict[int, Any]:
-        """Present value per source op; optimizer state not created yet reads as zeros.
+        """Present value per source op; optimizer state not created yet reads as what it
+        begins with.
 
         Returns:
             Source op -> tensor, without inputs and scalars: the user's own, or a copy if it is not
@@ -153,7 +155,7 @@ class ModelState:
         update = _update_of(self._graph)
         if update is None or not update.rules:
             return
-        kind = "none" if self._optimizer is None else type(self._optimizer).__name__
+        kind = "none" if self._optimizer is None else kind_of(self._optimizer)
         if kind != update.kind:
             raise PlanMismatchError(
                 f"The step must get the optimizer it was captured with: {update.kind}, got {kind}. "
@@ -187,21 +189,23 @@ class ModelState:
         if "step" in state:
             return _Made(int(state["step"]), True)
         rule = _update_of(self._graph).rules[name]
-        if rule.kind == "sgd":
-            has_begun = state.get("momentum_buffer") is not None
+        if not rule.counts_steps:
+            has_begun = any(state.get(slot) is not None for slot in rule.state_slots)
             return _Made(int(has_begun), not has_begun) if rule.state_slots else None
         return _Made(0, True)
 
     def _write_step_counts(self, steps_since_capture: int) -> None:
         templates: dict[int, Any] = {}
+        rules = _update_of(self._graph).rules
         group_of = {p: group for group in self._optimizer.param_groups for p in group["params"]}
         for name, parameter in self._updated():
             group = group_of.get(parameter)
             steps = self._starts.get(name, 0) + steps_since_capture
-            if group is None or steps <= 0:
+            if group is None or steps <= 0 or not rules[name].counts_steps:
                 continue
             if id(group) not in templates:
-                templates[id(group)] = _step_counter(self._optimizer, group)
+                owner = owner_of(self._optimizer, group)
+                templates[id(group)] = _step_counter(owner, group)
             template = templates[id(group)]
             state = self._optimizer.state[parameter] if template is not None else {}
             if isinstance(state.get("step"), torch.Tensor):
@@ -224,7 +228,7 @@ class ModelState:
             return owner
         state = {} if self._optimizer is None else self._optimizer.state.get(owner, {})
         value = state.get(binding.slot)
-        return self._zeros(binding) if value is None else value
+        return self._fresh(binding, owner) if value is None else value
 
     def _check(self, binding: Binding, value: Any) -> None:
         tensor = self._graph.tensors[self._graph.ops[binding.op].outputs[0]]
@@ -237,9 +241,12 @@ class ModelState:
                 f"{list(tensor.shape)} and {tensor.dtype}. Capture this model again."
             )
 
-    def _zeros(self, binding: Binding) -> Any:
+    def _fresh(self, binding: Binding, parameter: Any) -> Any:
+        update = _update_of(self._graph)
+        rule = None if update is None else update.rules.get(binding.key)
         tensor = self._graph.tensors[self._graph.ops[binding.op].outputs[0]]
-        return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
+        value = 0.0 if rule is None else rule.fresh_of(str(binding.slot), parameter).value
+        return torch.full(tensor.shape, value, dtype=getattr(torch, tensor.dtype), device="cpu")
 
     def _real(self, binding: Binding, value: Any) -> Any:
         if not value.is_meta:

@@ -17,7 +17,8 @@ class MeasuredTimeline:
         finish_ns: Finish of each op, -1 likewise. int64, shape `[V]`.
         transfer_start_ns: Start of each transfer, in the order of `Schedule.transfers`. int64.
         transfer_finish_ns: When each transfer had arrived. int64.
-        makespan_ns: Duration of the whole step, start to last thread done.
+        makespan_ns: Duration of the whole step, from the first copy of the batch, or if that is not
+            brought in the start, to the last thread done.
     """
 
     start_ns: NDArray[np.int64]
@@ -25,6 +26,20 @@ class MeasuredTimeline:
     transfer_start_ns: NDArray[np.int64]
     transfer_finish_ns: NDArray[np.int64]
     makespan_ns: int
+
+    def after(self, batch_ns: int) -> MeasuredTimeline:
+        """The same step, begun by bringing in the batch, which took so long, ns."""
+
+        def later(times: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.where(times < 0, times, times + batch_ns)
+
+        return MeasuredTimeline(
+            later(self.start_ns),
+            later(self.finish_ns),
+            later(self.transfer_start_ns),
+            later(self.transfer_finish_ns),
+            self.makespan_ns + batch_ns,
+        )
 
 
 def make_timeline(

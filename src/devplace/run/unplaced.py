@@ -1,7 +1,7 @@
 """The captured step on one device in trace order: what a placed step is compared with.
 
-It shares no code with the executors except seeds and the choice of kernels, so a fault there is not
-a fault here too.
+It shares no code with the executors except seeds, the choice of kernels and their layouts, so a
+fault there is not a fault here too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from devplace.graph import OpGraph
 from devplace.kernels import kernel_of
+from devplace.run.copies import as_traced
 from devplace.run.seeds import RandomKeys, call_with_default_generator, op_seed, takes_generator
 
 
@@ -33,7 +34,7 @@ def run_unplaced(
     """
     program = graph.program
     bindings = iter(program.bindings)
-    position = {name: k for k, name in enumerate(program.random_ops)}
+    position = program.random_ops
     waiting = {node: len(node.users) for node in program.module.graph.nodes}
     values: dict[Any, Any] = {}
     place = torch.device(device)
@@ -60,6 +61,8 @@ def run_unplaced(
             else:
                 kernel = kernel_of(node.target, place.type)
                 values[node] = kernel(*args, **kwargs)
+            if node.name in program.layouts:
+                values[node] = as_traced(values[node], program.layouts[node.name])
             for arg in node.all_input_nodes:
                 waiting[arg] -= 1
                 if waiting[arg] == 0:

@@ -40,6 +40,7 @@ class LowerBound:
             small), `op` (an op or group fits nowhere), `bound groups` (groups that may only go to
             some devices are too much for these), `exact` (a placer proved it); else empty.
         proved_ns: What an exact placer proved on top of that.
+        batch_ns: The least that copies of the batch take, before the ops begin.
     """
 
     critical_path_ns: int
@@ -49,11 +50,13 @@ class LowerBound:
     capacity_bytes: int
     lack: Lack = ""
     proved_ns: int = 0
+    batch_ns: int = 0
 
     @property
     def step_ns(self) -> int:
-        """The largest of the time bounds."""
-        return max(self.critical_path_ns, self.load_ns, self.combined_ns, self.proved_ns)
+        """The largest of the time bounds, after the copies of the batch."""
+        ops_ns = max(self.critical_path_ns, self.load_ns, self.combined_ns)
+        return max(self.batch_ns + ops_ns, self.proved_ns)
 
     @property
     def is_infeasible(self) -> bool:
@@ -102,7 +105,25 @@ def lower_bound(problem: Problem) -> LowerBound:
         static_bytes=needs.total_bytes,
         capacity_bytes=needs.capacity_bytes,
         lack=lack,
+        batch_ns=least_batch_ns(problem, allowed),
     )
+
+
+def least_batch_ns(problem: Problem, allowed: Bools) -> int:
+    """Time that copies of the batch take at least: each input goes where it is read, and so to one
+    of the devices of whichever reader has the dearest choice.
+
+    Args:
+        problem: What is placed.
+        allowed: Devices each group may go to. `[G, D]`
+    """
+    tasks, copy_ns = problem.core.tasks, problem.core.wires.copy_ns
+    total = 0
+    for const in np.flatnonzero(copy_ns.any(axis=1)).tolist():
+        users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
+        rows = np.unique(allowed[tasks.group[users]], axis=0)
+        total += max((int(copy_ns[const, row].min()) for row in rows if row.any()), default=0)
+    return total
 
 
 class _Shares:

@@ -1,6 +1,7 @@
 """The simulator in plain Python: slow, obvious, and the specification of the fast one.
 
-Rules, in the order they apply at each instant `t`:
+Before anything begins, the batch is copied to the devices that read it, one copy after the other;
+sources are there when that is over. Rules, in the order they apply at each instant `t`:
 
 1. Ops that end at `t` are handled, larger priority first, then smaller index. An op's end frees
    its workspace and releases what it read; its outputs become ready on its device; each output
@@ -41,7 +42,7 @@ class CoreTimeline:
     """What one simulation gives, in tasks and carriers.
 
     Attributes:
-        start_ns, finish_ns: Of each task. `[N]`
+        start_ns, finish_ns: Of each task; of a source, when the batch is there. `[N]`
         sequence: Position of each task in the order of starts, over all devices. `[N]`
         makespan_ns: When the last task ends.
         peak_bytes: Largest memory in use per device. `[D]`
@@ -106,6 +107,7 @@ def simulate_core(core: Core, device: NDArray[np.int32], priority: I64) -> CoreT
     order = sorted(range(count), key=lambda v: (-state.priority[v], v))
     for task in order:
         if core.tasks.is_source[task]:
+            start[task] = finish[task] = state.now
             _allocate(state, task)
             _finish(state, task)
     for task in range(count):
@@ -174,6 +176,7 @@ def _start(core: Core, device: NDArray[np.int32], priority: I64) -> _State:
     state.ready = [[] for _ in range(count)]
     state.running, state.debt, state.memory = [0] * count, [0] * count, [0] * count
     state.shown = [-1] * count
+    state.now = core.batch_ns(device)
     used = set(state.device)
     state.kept = [int(core.wires.held_bytes[d]) if d in used else 0 for d in range(count)]
     state.channel_free = [0] * core.wires.num_channels

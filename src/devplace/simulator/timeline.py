@@ -46,7 +46,8 @@ class Timeline:
     Attributes:
         problem: What was simulated.
         devices: Device of each op. `[V]`
-        start_ns, finish_ns: Of each op; a view has its base's end, a source 0. `[V]`
+        start_ns, finish_ns: Of each op; a view has its base's end, a source the end of the copies
+            of the batch, or 0. `[V]`
         order: Per device the ops it runs, in order, as op indices (no sources, no views).
         makespan_ns: Length of the step.
         busy_ns: Time each device spends on ops. `[D]`
@@ -79,6 +80,11 @@ class Timeline:
     def transfer_bytes(self) -> int:
         """Bytes that cross links in one step."""
         return sum(self.problem.graph.tensors[t.tensor].num_bytes for t in self.transfers)
+
+    @property
+    def batch_ns(self) -> int:
+        """Time at its begin in which the batch is copied to its devices."""
+        return self.problem.core.batch_ns(self.task_devices)
 
     @cached_property
     def gap_bytes(self) -> I64:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from devplace.graph.graph import BATCH_ON
 from devplace.machine import Link
 from devplace.machine.machine import channels_of
 from devplace.verify.facts import Facts, facts
@@ -118,7 +119,7 @@ class _Clock:
         self.running = [0] * len(problem.machine.devices)
         self.delay = [0] * len(problem.machine.devices)
         self.events: list[tuple[int, int, int, int, int]] = []
-        self.now = 0
+        self.now = self._batch_ns()
         self.seen = Replay()
 
     def run(self) -> None:
@@ -129,7 +130,7 @@ class _Clock:
                 self._make_ready(v)
         for v in sorted(self.facts.work, key=self._rank):
             if ops[v].is_source:
-                self.seen.start_ns[v] = self.seen.first_round[v] = 0
+                self.seen.start_ns[v], self.seen.first_round[v] = self.now, 0
                 self._end(v)
         while True:
             for d in range(len(self.running)):
@@ -145,6 +146,26 @@ class _Clock:
                     self._end(item)
                 else:
                     self._arrive(item, where)
+
+    def _batch_ns(self) -> int:
+        """Copies of the batch, one after the other, each to a device that reads the input: from
+        where the batch lies, or the nearest CPU device."""
+        graph, machine = self.problem.graph, self.problem.machine
+        home = graph.meta.get(BATCH_ON, "")
+        cpus = [d for d, device in enumerate(machine.devices) if device.kind == "cpu"]
+        homes = [machine.device_index[home]] if home in machine.device_index else cpus
+        total = 0
+        for source, readers in self.facts.constants.items():
+            (tensor,) = graph.ops[source].outputs
+            size = graph.tensors[tensor].num_bytes
+            for e in {self.device[v] for v in readers if graph.ops[source].role == "input"}:
+                if machine.device_names[e] == home:
+                    continue
+                links = [self.links.link(d, e) for d in homes if d != e]
+                waits = homes is not cpus or e not in cpus  # within the host nobody is woken
+                ways = (x.duration_ns(size) + waits * x.latency_ns for x in links)
+                total += min(ways, default=0)
+        return total
 
     def _rank(self, v: int) -> tuple[int, int]:
         return (-self.priority[v], v)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,16 +111,42 @@ def mutates(node: torch.fx.Node) -> bool:
 
 def is_random(node: torch.fx.Node) -> bool:
     """Whether the node draws random numbers; attention and dropout with rate 0 do not."""
-    target = node.target
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op so called draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     for index, argument in enumerate(target._schema.arguments):
         if argument.name in ("dropout_p", "train"):
-            given = node.args[index] if index < len(node.args) else argument.default_value
-            given = node.kwargs.get(argument.name, given)
+            given = args[index] if index < len(args) else argument.default_value
+            given = kwargs.get(argument.name, given)
             if given is False or (argument.name == "dropout_p" and given == 0):
                 return False
     return True
+
+
+_WRITTEN: dict[Any, tuple[tuple[int, str], ...]] = {}
+
+
+def written_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments of an op so called that it writes, said by its schema or not; lists are opened."""
+    positions = _WRITTEN.get(target)
+    if positions is None:
+        schema = getattr(target, "_schema", None)
+        arguments = enumerate(schema.arguments if schema is not None else ())
+        positions = tuple(
+            (k, a.name)
+            for k, a in arguments
+            if (a.alias_info is not None and a.alias_info.is_write)
+            or (target in SILENT_MUTATORS and a.name.startswith("running_"))
+        )
+        _WRITTEN[target] = positions
+    if not positions or (target in SILENT_MUTATORS and not args[5]):
+        return []
+    given = [args[k] if k < len(args) else kwargs.get(name) for k, name in positions]
+    return [leaf for leaf in pytree.tree_leaves(given) if leaf is not None]
 
 
 def view_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -135,8 +161,12 @@ def view_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
 _ALIAS_ARGUMENTS: dict[Any, tuple[tuple[int, str], ...]] = {}
 
 
-def _schema_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
-    target = node.target
+def shares_memory(target: Any) -> bool:
+    """Whether a call of an op or function gives memory of its inputs."""
+    return target in _HIDDEN_VIEWS or bool(_alias_arguments(target))
+
+
+def _alias_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     positions = _ALIAS_ARGUMENTS.get(target)
     if positions is None:
         schema = getattr(target, "_schema", None)
@@ -146,8 +176,12 @@ def _schema_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
                 (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None
             )
         _ALIAS_ARGUMENTS[target] = positions
+    return positions
+
+
+def _schema_bases(node: torch.fx.Node) -> list[torch.fx.Node]:
     bases = []
-    for index, name in positions:
+    for index, name in _alias_arguments(node.target):
         value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
         bases += [n for n in pytree.tree_leaves(value) if isinstance(n, torch.fx.Node)]
     return bases

@@ -1,4 +1,4 @@
-"""`tensor.data = value` of a parameter or buffer, as a write that a trace sees."""
+"""Assignments to tensors as a trace can see them: `tensor.data = value`, `tensor[mask] = value`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,43 @@ def data_written(sources: Mapping[str, torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         del kind.data
+
+
+@contextlib.contextmanager
+def masks_written() -> Iterator[None]:
+    """Make `x[mask] = value` one `torch.where`, if the value is one for all places and is learned.
+
+    Its gradient would else be made of the rows that the mask picks, whose number no trace knows.
+    """
+    original: Any = torch.Tensor.__setitem__
+    kind: Any = torch.Tensor
+
+    def put(tensor: torch.Tensor, key: Any, value: Any) -> None:
+        wide = _one_for_all(tensor, key, value)
+        if wide is None:
+            original(tensor, key, value)
+        else:
+            mask = key.reshape(*key.shape, *(1 for _ in tensor.shape[key.ndim :]))
+            tensor.copy_(torch.where(mask, wide, tensor))
+
+    kind.__setitem__ = put
+    try:
+        yield
+    finally:
+        del kind.__setitem__
+
+
+def _one_for_all(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor | None:
+    """What is put in every place of a mask, if it is learned; else None."""
+    is_mask = isinstance(key, torch.Tensor) and key.dtype is torch.bool
+    if not is_mask or key.shape != tensor.shape[: key.ndim]:
+        return None
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return None
+    rest = tensor.ndim - key.ndim
+    if value.ndim == rest + 1 and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value if value.ndim <= rest and value.dtype == tensor.dtype else None
 
 
 def refuse_other_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,18 +74,43 @@ def _is_plain_dataclass(value: Any) -> bool:
     return not isinstance(value, (list, tuple, Mapping))
 
 
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of any class that keeps tensors in its attributes."""
+    known = (*_PLAIN, type, torch.Tensor, torch.nn.Module, types.FunctionType, types.MethodType)
+    is_other = not isinstance(value, known) and type(value) not in pytree.SUPPORTED_NODES
+    if not is_other or isinstance(value, (list, tuple, Mapping)) or hasattr(value, "__array__"):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict and _holds_tensors(value)
+
+
 def open_dataclasses(tree: Any) -> Any:
     """Replace dataclass instances by nodes torch's pytree knows; unflattening restores them."""
+    return _opened(tree, _is_plain_dataclass)
+
+
+def open_objects(tree: Any) -> Any:
+    """As `open_dataclasses`, and objects of other classes that hold tensors, such as caches."""
+    return _opened(tree, lambda value: _is_plain_dataclass(value) or _is_object(value))
+
+
+def _opened(tree: Any, is_record: Callable[[Any], bool]) -> Any:
+    inside: list[Any] = []
 
     def visit(leaf: Any) -> Any:
-        if not _is_plain_dataclass(leaf):
+        is_known = any(leaf is each for each in inside)  # an object that holds itself
+        if is_known or not is_record(leaf):
             return leaf
-        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        fields = {}
+        if dataclasses.is_dataclass(leaf):
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
         fields |= getattr(leaf, "__dict__", {})
         keys = tuple(leaf) if isinstance(leaf, dict) else ()
-        return Record(type(leaf), {n: open_dataclasses(v) for n, v in fields.items()}, keys)
+        inside.append(leaf)
+        opened = {n: pytree.tree_map(visit, v, is_leaf=is_record) for n, v in fields.items()}
+        inside.pop()
+        return Record(type(leaf), opened, keys)
 
-    return pytree.tree_map(visit, tree, is_leaf=_is_plain_dataclass)
+    return pytree.tree_map(visit, tree, is_leaf=is_record)
 
 
 def as_call(

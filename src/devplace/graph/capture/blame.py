@@ -10,7 +10,7 @@ import torch
 
 from devplace.graph.capture.analysis import tensors_in, view_bases
 from devplace.graph.capture.evaluate import NotEvaluatedError, evaluate
-from devplace.graph.capture.refuse import describe_place
+from devplace.graph.capture.tags import describe_place
 
 Node: TypeAlias = torch.fx.Node
 ValueOf: TypeAlias = Callable[[int], torch.Tensor]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from devplace.errors import CaptureError
@@ -23,31 +23,33 @@ from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.cross_entropy import direct_cross_entropy
 from devplace.graph.capture.cutting import BatchDims, named_dims
 from devplace.graph.capture.functionalize import make_functional
+from devplace.graph.capture.guards.twice import DifferentError
+from devplace.graph.capture.layouts import own_memory
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
 from devplace.graph.capture.padding import pad_products
 from devplace.graph.capture.recompute import recompute
 from devplace.graph.capture.refuse import (
+    GradientsNeededError,
     explain,
     refuse_hidden_state,
     refuse_hooks,
-    refuse_recomputed_random,
     refuse_replaced_variables,
     refuse_stray_parameters,
     refuse_written_inputs,
     unwrap,
 )
-from devplace.graph.capture.same import is_same_step, reads_array
+from devplace.graph.capture.several import as_one
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Input, Request, Step
-from devplace.graph.capture.surroundings import refuse_host_random, trace_settings, undisturbed
+from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
-from devplace.graph.capture.values import is_array, shown
+from devplace.graph.capture.values import shown
 from devplace.graph.fusion import fuse as fuse_graph
-from devplace.graph.graph import OpGraph
+from devplace.graph.graph import BATCH_ON, OpGraph
 from devplace.graph.program import RANDOM_KEYS
 
 Progress = Callable[[str, int], None]
@@ -58,7 +60,7 @@ def capture(
     model: torch.nn.Module,
     example_inputs: Any = (),
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     micro_batches: int = 1,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -91,7 +93,8 @@ def capture(
             so; a torch loss such as `F.cross_entropy` or `nn.MSELoss()` is applied to the model's
             output and the last positional input. Without it, the model must return the loss or
             have `.loss`.
-        optimizer: torch.optim SGD, Adam or AdamW over parameters of the model.
+        optimizer: One of torch.optim that takes dense gradients, over parameters of the model; or
+            a list of several, each over its own.
         micro_batches: Number of chunks the batch is cut into. Loss and gradients are those of the
             whole batch; on the example batch both are computed and compared.
         example_kwargs: Further keyword inputs.
@@ -135,7 +138,7 @@ def capture(
     Complexity: Linear, about 1 ms of CPU per op.
     """
     with _one_at_a_time:
-        model = unwrap(model)
+        model, optimizer = unwrap(model), as_one(optimizer)
         request = _request(
             model,
             loss_fn,
@@ -154,7 +157,7 @@ def capture(
             step, gm, unchecked = trace_chunks(request, lambda each: _traced(each, progress))
         else:
             step, gm = _traced(request, progress)
-        meta = _meta(request, micro_batches, batch_dims, unchecked)
+        meta = _meta(step.request, micro_batches, batch_dims, unchecked)
         if not request.stack_gradients:
             meta["spared_by_stacking"] = num_spared_products(gm.graph)
         graph = to_graph(gm, step, name or type(model).__name__, meta)
@@ -162,51 +165,40 @@ def capture(
 
 
 def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx.GraphModule]:
-    """Trace the step, and see that nothing on the host decided what it computes."""
-    model = request.model
-    tagger = Tagger(model, progress)
+    """Rehearse the step and trace it."""
+    tagger = Tagger(request.model, progress)
     step = Step(request, tagger)
-    with torch.inference_mode(False), undisturbed(model) as host_random:
+    with torch.inference_mode(False), undisturbed():
         flat = _fakes(step)
-        gm = _trace(step, flat, tagger)
-    if host_random.used:
-        again = Tagger(model)
-        refuse_host_random(lambda: Step(request, again)(*flat), again, model)
-    if host_random.seeded:
-        raise CaptureError(
-            "The step must not seed torch's generator: torch.manual_seed in forward would be lost. "
-            "Seed outside the step."
-        )
-    if step.host_state:
-        _refuse_host_state(step, gm)
-        drop_last_results(gm.graph, len(step.left))
+        try:
+            gm = _trace(step, flat, tagger)
+        except GradientsNeededError:
+            if request.has_gradients:
+                raise
+            return _traced(replace(request, has_gradients=True), progress)
     return step, gm
 
 
-def _refuse_host_state(step: Step, gm: torch.fx.GraphModule) -> None:
+def _refuse_difference(step: Step) -> None:
     """Refuse a step that would be another one after it has run: it keeps the values it read.
 
     Raises:
         CaptureError: Names the first of the values that running the step changes.
     """
-    model = step.request.model
-    again = Step(step.request, Tagger(model))
-    left = [stand_in for _, stand_in in step.left]
-    with torch.inference_mode(False), undisturbed(model), step.with_host_state():
-        try:
-            after = _trace(again, _fakes(again), again.tagger)
-        except CaptureError:
-            after = None
-    written = [each.present() for each, _ in step.host_state if is_array(each.value)]
-    is_same = after is not None and is_same_step(gm, after, left, step.steady_inputs(gm))
-    if not is_same or any(reads_array(gm, array) for array in written):
-        (variable, now), *_ = step.host_state
-        raise CaptureError(
-            f"What a step computes must not depend on values that it changes: {variable.name} goes "
-            f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "
-            f"the first. Keep it in a buffer (register_buffer) that is there from the start, or "
-            f"pass it as an input tensor."
-        )
+    difference = step.difference
+    if difference is None:
+        return
+    is_named = isinstance(difference, CaptureError) and not isinstance(difference, DifferentError)
+    if is_named or not step.changed:
+        raise explain(difference, step)
+    (variable, now), *_ = step.changed
+    where = f" ({difference.where})" if isinstance(difference, DifferentError) else ""
+    raise CaptureError(
+        f"What a step computes must not depend on values that it changes: {variable.name} goes "
+        f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "
+        f"the first{where}. Keep it in a buffer (register_buffer) that is there from the start, or "
+        f"pass it as an input tensor."
+    )
 
 
 def _request(
@@ -250,6 +242,7 @@ def _request(
         stack_gradients,
         fuse,
         stack_inputs,
+        has_gradients=mode == "train",
         compares_batches=compare_batches,
     )
 
@@ -303,6 +296,8 @@ def _meta(
         "batch_dims": named_dims(batch_dims),
         "unchecked": unchecked,
         "tied": request.sources.shared,
+        "derivatives": request.has_gradients and request.mode != "train",
+        BATCH_ON: _batch_home(request.batch.leaves),
     }
     return {key: value for key, value in further.items() if value} | {
         "mode": request.mode,
@@ -320,6 +315,13 @@ def _meta(
     }
 
 
+def _batch_home(leaves: list[Any]) -> str:
+    """Name of the GPU on which all of a batch lies; empty if it lies on the host."""
+    places = {str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    home = places.pop() if len(places) == 1 else ""
+    return home if home.startswith("cuda") else ""
+
+
 def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.GraphModule:
     """Trace the step and make its graph functional and clean."""
 
@@ -327,6 +329,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         mode = get_proxy_mode()
         if mode is not None:
             tagger.install(mode.tracer)
+            step.fakes.tracer = mode.tracer
 
     step.install = install
     options: dict[str, Any] = {}
@@ -336,14 +339,14 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     try:
         with trace_settings(step.request.device_type):
             gm = tracer(*flat)
-            refuse_recomputed_random(tagger)
             refuse_hidden_state(gm, step)
             refuse_stray_parameters(gm, step)
             gm = make_functional(gm, flat, tagger)
     except (Exception, SystemExit) as error:
-        raise explain(error, tagger) from None
+        raise explain(error, step) from None
     resolve_unknown(gm.graph)
     clean(gm.graph)
+    own_memory(gm.graph)
     refuse_written_inputs(gm, step)
     if step.request.is_compared:
         step.compared = compared_graph(gm, step)
@@ -357,6 +360,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     if step.request.fuse:
         _make_fusible(gm.graph, step)
     refuse_replaced_variables(gm, step)
+    _refuse_difference(step)
     return gm
 
 
@@ -374,18 +378,26 @@ def _make_fusible(graph: torch.fx.Graph, step: Step) -> None:
     clean(graph)
 
 
+def _fake_state(request: Request, entry: Input, device: str) -> torch.Tensor:
+    param = request.sources.parameters[entry.key]
+    assert request.update is not None
+    fresh = request.update.rules[entry.key].fresh_of(str(entry.slot), param)
+    if fresh.shape == tuple(param.shape):
+        return torch.empty_like(param, dtype=fresh.dtype, device=device)
+    return torch.empty(fresh.shape, dtype=fresh.dtype, device=device)
+
+
 def _fakes(step: Step) -> list[torch.Tensor]:
     """Fake tensors for the step's inputs, laid out in memory as the real ones."""
     request = step.request
     sources, device = request.sources, request.device_type
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(like: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         return made.requires_grad_(requires_grad)
 
     flat: list[torch.Tensor] = []
-    with mode:
+    with step.fakes.mode:
         for entry in step.inputs:
             if entry.kind == "parameter":
                 real = sources.parameters[entry.key]
@@ -393,14 +405,12 @@ def _fakes(step: Step) -> list[torch.Tensor]:
             elif entry.kind == "buffer":
                 flat.append(fake(sources.buffers[entry.key]))
             elif entry.kind == "state":
-                flat.append(torch.empty_like(sources.parameters[entry.key], device=device))
+                flat.append(_fake_state(request, entry, device))
             elif entry.kind == "constant":
                 flat.append(fake(sources.hollow[entry.key]))
             elif entry.kind == "input":
-                flat.append(fake(request.batch.leaves[int(entry.slot)]))
+                example = request.batch.leaves[int(entry.slot)]
+                flat.append(fake(example, example.requires_grad))
             else:
                 flat.append(torch.empty((), dtype=torch.float64, device=device))
-    return [
-        t if t.requires_grad and i < len(sources.parameters) else t.detach()
-        for i, t in enumerate(flat)
-    ]
+    return [t if t.requires_grad else t.detach() for t in flat]

@@ -15,6 +15,7 @@ from devplace.graph.capture.blame import Difference, ancestors, first_difference
 from devplace.graph.capture.chunk_loss import Whole
 from devplace.graph.capture.compare import Numbers, Values, difference, numbers, part
 from devplace.graph.capture.evaluate import KernelError, NotEvaluatedError
+from devplace.graph.capture.refuse import NotInChunksError
 from devplace.graph.capture.step import Request, Step
 
 Traced: TypeAlias = tuple[Step, torch.fx.GraphModule]
@@ -169,13 +170,12 @@ class _Reference:
 
     def failed(self, error: CaptureError) -> CaptureError:
         """The error of micro-batches that cannot be traced, while the whole batch can."""
-        reason, unexplained, _ = str(error).partition(" Check that it runs eagerly")
-        if not unexplained:
+        if not isinstance(error, NotInChunksError):
             return error
         cut = ", ".join(f"{name!r} {shape}" for name, shape in self._cut().items())
         return CaptureError(
             f"The step can be captured as one batch, but not with micro_batches="
-            f"{len(self._request.batch.sizes)}: {reason} Inputs that are cut: {cut}. "
+            f"{len(self._request.batch.sizes)}. {error} Inputs that are cut: {cut}. "
             f"{self._advice(list(self._cut()))}"
         )
 

@@ -20,12 +20,15 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.graph.capture.refuse import describe_place, own_generator
+from devplace.graph.capture.layouts import counted
+from devplace.graph.capture.refuse import own_generator
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Input, Output, Request, Step, source_name
+from devplace.graph.capture.strides import unsure
+from devplace.graph.capture.tags import describe_place
 from devplace.graph.capture.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
-from devplace.graph.program import Binding, Program
+from devplace.graph.program import Binding, Program, may_be_indices
 
 Node: TypeAlias = torch.fx.Node
 
@@ -44,6 +47,12 @@ def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
             raise _not_a_tensor(node)
         holder = by_value.get(id(value))
         if holder is None:
+            if value.layout != torch.strided:
+                tag = node.meta["tag"]
+                raise CaptureError(
+                    f"Tensors must be dense: {describe_place(tag.module, tag.line)} reads one that "
+                    f"is {value.layout}. Make it dense (.to_dense())."
+                )
             if isinstance(value, FakeTensor):
                 raise CaptureError(
                     "A tensor made outside the step has no value: it is fake. Create the model "
@@ -106,14 +115,19 @@ def drop_unused(gm: torch.fx.GraphModule, step: Step) -> tuple[list[Input], list
 
 
 class _Builder:
-    """Collects ops and tensors while it walks the nodes."""
+    """Collects ops and tensors while it walks the nodes.
 
-    def __init__(self) -> None:
+    Args:
+        counted: Nodes whose layout is not the compiler's.
+    """
+
+    def __init__(self, counted: set[Node]) -> None:
+        self._counted = counted
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
         self.tensor_of: dict[str, int] = {}
         self.op_of: dict[str, int] = {}
-        self.random: list[str] = []
+        self.random: dict[str, int] = {}
         self._names: set[str] = set()
         self._parts: dict[str, dict[int, int]] = {}
 
@@ -184,7 +198,7 @@ class _Builder:
         tag = node.meta["tag"]
         random = is_random(node)
         if random:
-            self.random.append(node.name)
+            self.random[node.name] = tag.draw
         flops = read = written = 0
         if base < 0:
             flops = count_flops(node)
@@ -193,6 +207,7 @@ class _Builder:
             if reads_rows_only(node) and sizes:
                 sizes[0] = min(sizes[0], written)
             read = sum(sizes)
+        is_free = base < 0 and is_fusible(node) and self._counted.isdisjoint([node, *node.users])
         return Op(
             name=name,
             target=str(node.target),
@@ -208,8 +223,8 @@ class _Builder:
             source_line=tag.line,
             micro_batch=tag.micro_batch,
             is_random=random,
-            is_fusible=base < 0 and is_fusible(node),
-            pays_alone=base < 0 and is_fusible(node) and pays_alone(node),
+            is_fusible=is_free,
+            pays_alone=is_free and pays_alone(node),
         )
 
 
@@ -219,11 +234,9 @@ def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str,
     constants = bind_constants(gm)
     entries = inputs + [Input("constant", key) for key, _ in constants]
     hollow = step.request.sources.hollow
-    values: list[torch.Tensor | None] = [
-        hollow[e.key] if e.kind == "constant" else None for e in inputs
-    ]
+    values = [hollow[e.key] if e.kind == "constant" else _example(step.request, e) for e in inputs]
     values += [value for _, value in constants]
-    builder = _Builder()
+    builder = _Builder(counted(gm.graph))
     bindings: list[Binding] = []
     results: list[StepResult] = []
     for node in gm.graph.nodes:
@@ -250,6 +263,18 @@ def to_graph(gm: torch.fx.GraphModule, step: Step, name: str, meta: Mapping[str,
     )
 
 
+def _example(request: Request, entry: Input) -> torch.Tensor | None:
+    """The example value of an input or buffer, if indices may be made of it."""
+    value = None
+    if entry.kind == "input":
+        value = request.batch.leaves[int(entry.slot)]
+    elif entry.kind == "buffer":
+        value = request.sources.buffers[entry.key]
+    if value is None or isinstance(value, FakeTensor) or not may_be_indices(value):
+        return None
+    return value.detach()
+
+
 def _program(
     gm: torch.fx.GraphModule,
     step: Step,
@@ -264,7 +289,8 @@ def _program(
         tensor_of=builder.tensor_of,
         op_of=builder.op_of,
         scalars=request.update.scalars if request.update else _no_scalars,
-        random_ops=tuple(builder.random),
+        random_ops=builder.random,
+        layouts=unsure(gm.graph, step.fakes.strides),
         input_spec=request.batch.spec,
         input_constants={
             i: leaf

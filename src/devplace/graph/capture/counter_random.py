@@ -29,8 +29,8 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 def draw_by_counter(graph: torch.fx.Graph) -> bool:
     """Replace random ops by plain ops that compute the same distribution from a counter.
 
-    Of element `i`, in the order of a contiguous tensor, of the op at position `k` among the random
-    ops, the 32 random bits are `mix(mix(i ^ keys[k, 0]) ^ keys[k, 1])` in wrapping int32, where
+    Of element `i`, in the order of a contiguous tensor, of the op that draws at position `k`, the
+    32 random bits are `mix(mix(i ^ keys[k, 0]) ^ keys[k, 1])` in wrapping int32, where
     `mix` is the finaliser of MurmurHash3 (Appleby, 2011, https://github.com/aappleby/smhasher).
     Keys are the graph's last placeholder, so ops that draw alike are equal but for what they read.
 
@@ -42,14 +42,16 @@ def draw_by_counter(graph: torch.fx.Graph) -> bool:
         graph: A clean graph.
 
     Returns:
-        Whether there is such a placeholder now: `RANDOM_KEYS`, int32 `[random ops, KEY_WORDS]`.
+        Whether there is such a placeholder now: `RANDOM_KEYS`, int32 `[draws, KEY_WORDS]`.
     """
     found = list(filter(is_random, graph.nodes))
-    drawn = [(k, node) for k, node in enumerate(found) if _is_drawn(node)]
+    count = 1 + max((node.meta["tag"].draw for node in found), default=-1)
+    drawn = list(filter(_is_drawn, found))
     if drawn:
-        keys = _add_keys(graph, tensors_in(drawn[0][1].meta["val"])[0], len(found))
+        keys = _add_keys(graph, tensors_in(drawn[0].meta["val"])[0], count)
     values: dict[Any, Any] = {}
-    for position, node in drawn:
+    for node in drawn:
+        position = node.meta["tag"].draw
         with graph.inserting_before(node):
             _DRAWS[node.target](_Numbers(graph, node, position, keys, values))
     return bool(drawn)

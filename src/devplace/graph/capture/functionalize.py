@@ -35,6 +35,9 @@ def make_functional(
     gm: torch.fx.GraphModule, flat: list[torch.Tensor], tagger: Tagger
 ) -> torch.fx.GraphModule:
     """The graph without mutating ops; written inputs become changed outputs."""
+    for node in reversed(gm.graph.nodes):
+        if node.target is aten._local_scalar_dense.default and not node.users:
+            gm.graph.erase_node(node)  # a value that was known without it
     if _rewrite(gm):
         return gm
     with torch.no_grad():
@@ -59,16 +62,25 @@ def _functional_variant(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
     namespace, name = target._schema.name.split("::")
     if namespace != "aten" or not name.endswith("_") or not hasattr(aten, name[:-1]):
         return None
-    other = getattr(getattr(aten, name[:-1]), target._overloadname, None)
+    packet, mine = getattr(aten, name[:-1]), target._schema.arguments
+    overloads = [
+        getattr(packet, each) for each in packet.overloads()
+    ]  # pow_.Scalar has another name
+    other = next((each for each in overloads if _takes_alike(each._schema, mine)), None)
     if other is None or other._schema.is_mutable or len(other._schema.returns) != 1:
-        return None
-    mine, theirs = target._schema.arguments, other._schema.arguments
-    if [(a.name, a.default_value) for a in mine] != [(a.name, a.default_value) for a in theirs]:
         return None
     written = [a for a in mine if a.alias_info is not None and a.alias_info.is_write]
     if len(written) != 1 or written[0].name != mine[0].name:
         return None
     return other, node.args
+
+
+def _takes_alike(schema: Any, arguments: Any) -> bool:
+    theirs, mine = (
+        [(a.name, str(a.type), a.default_value) for a in each]
+        for each in (schema.arguments, arguments)
+    )
+    return theirs == mine
 
 
 def _disjoint(one: Node, other: Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from devplace.graph.capture.analysis import is_fusible, tensors_in, view_bases
+from devplace.graph.capture.strides import is_dense
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -59,6 +60,28 @@ def propagate(graph: torch.fx.Graph, changed: Mapping[Node, Any]) -> None:
             former[node] = before
 
 
+def own_memory(graph: torch.fx.Graph) -> None:
+    """Let `as_strided` read sources from copies: devices may hold theirs without the gaps."""
+    copies = _Copies(graph, {})
+    for node in list(graph.nodes):
+        if node.target is aten.as_strided.default and owner(node).op != "call_function":
+            copies.give_storage(node)
+
+
+def counted(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes whose elements are counted in memory by `as_strided`."""
+    return {owner(node) for node in graph.nodes if node.target is aten.as_strided.default}
+
+
+def owner(node: Node) -> Node:
+    """The node whose memory a view shows; of several outputs, the one."""
+    while isinstance(base := next(iter(view_bases(node)), None), torch.fx.Node):
+        if node.target is operator.getitem and not view_bases(base):
+            break
+        node = base
+    return node
+
+
 def _takes_any_layout(node: Node) -> bool:
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     if view_bases(node):
@@ -96,16 +119,19 @@ class _Copies:
         offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
         size, stride = node.args[1:3]
         node.kwargs = {}
-        while isinstance(view := next(iter(view_bases(base)), None), torch.fx.Node):
-            if base.target is operator.getitem and not view_bases(view):
-                break  # one of several outputs
-            base = view
-        copy = self._as_before(node, base)
+        copy = self._as_before(node, owner(base))
         node.args = (copy, size, stride, value.storage_offset() if offset is None else offset)
 
     def _as_before(self, node: Node, base: Node) -> Node:
-        """A copy whose dimensions lie in the order they had."""
+        """A copy whose elements lie where they did."""
         value = self._former.get(base, base.meta["val"])
+        for dim in (d for d, stride in enumerate(value.stride()) if stride == 0):
+            base = self._call(node, aten.slice.Tensor, base, dim, 0, 1)
+            value = value.narrow(dim, 0, 1)
+        if not is_dense(value):
+            shape, strides = list(value.shape), list(value.stride())
+            empty = self._call(node, aten.new_empty_strided.default, base, shape, strides)
+            return self._call(node, aten.copy.default, empty, base)
         order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
         turned = self._call(node, aten.permute.default, base, order)
         back = [order.index(dim) for dim in range(value.dim())]

@@ -12,7 +12,7 @@ from devplace.graph.capture.tags import is_user_file
 from devplace.graph.capture.values import NOTHING, is_list_or_dict, is_single
 
 CACHE = type(functools.lru_cache(lambda: None))
-_WRITERS = ("append", "appendleft", "extend", "insert", "add", "update", "clear", "discard")
+WRITERS = ("append", "appendleft", "extend", "insert", "add", "update", "clear", "discard")
 
 
 def is_read_whole(value: Any, part: Part) -> bool:
@@ -21,7 +21,7 @@ def is_read_whole(value: Any, part: Part) -> bool:
         return False
     name = part.key if isinstance(part, Perhaps) else part
     if is_list_or_dict(value):
-        return name not in _WRITERS
+        return name not in WRITERS
     if isinstance(value, tuple):
         return name not in getattr(type(value), "_fields", ())
     return is_single(value)
@@ -70,6 +70,7 @@ def is_package(value: Any) -> bool:
     return is_module and not is_users(getattr(value, "__file__", None) or "")
 
 
+@functools.cache
 def is_users(filename: str) -> bool:
     """Whether code is the user's; that from `exec`, stdin or a notebook has no file."""
     if filename.startswith("<"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from devplace.errors import CaptureError
@@ -236,21 +237,48 @@ def _scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(()) if tensor.ndim else tensor
 
 
-def refuse_reentrant(loss: torch.Tensor) -> None:
-    """Refuse re-entrant activation checkpointing: its parameters would get no gradients.
+def refuse_lost_gradients(
+    loss: torch.Tensor, own: Collection[int], outside: Mapping[int, str]
+) -> bool:
+    """Refuse gradients that a step would not have: of tensors outside the model, or re-entrant.
+
+    Args:
+        loss: What the loss function returned.
+        own: `id` of parameters of the model, which are other tensors during a trace.
+        outside: `id` -> name of tensors outside the model, as far as there are names.
+
+    Returns:
+        Whether the backward pass runs functions written in Python.
 
     Raises:
-        CaptureError: It is on the way from the loss back to some tensor.
+        CaptureError: A trainable tensor outside the model, or re-entrant activation checkpointing,
+            is on the way from the loss back.
     """
-    todo, seen = [loss.grad_fn], set()
+    todo, seen, runs_python = [loss.grad_fn], set(), False
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        runs_python |= isinstance(node, torch.autograd.function.BackwardCFunction)
         if node.name() == "CheckpointFunctionBackward":
             raise CaptureError(
                 "Activation checkpointing must not be re-entrant: a part of the model is run by "
                 "torch.utils.checkpoint with use_reentrant=True. Pass use_reentrant=False."
             )
+        leaf = getattr(node, "variable", None)
+        is_real = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+        if is_real and id(leaf) not in own:
+            raise _trained_outside(leaf, outside.get(id(leaf)))
         todo += [after for after, _ in node.next_functions]
+    return runs_python
+
+
+def _trained_outside(leaf: torch.Tensor, name: str | None) -> CaptureError:
+    shown = repr(name) if name else f"a tensor of shape {list(leaf.shape)}"
+    return CaptureError(
+        f"Trainable tensors must be parameters of the model: the loss depends on {shown}, which "
+        f"is not and would get no gradient. To train it, capture one module that holds model and "
+        f"criterion, with one optimizer of a parameter group for each; else freeze it "
+        f"(requires_grad_(False)), or use it under torch.no_grad()."
+    )

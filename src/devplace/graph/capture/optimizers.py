@@ -1,26 +1,32 @@
-"""torch.optim SGD, Adam and AdamW as functions of tensors.
+"""Optimizers of torch.optim as functions of tensors.
 
-Each update follows the single-tensor path of torch.optim, except that everything which depends on
-the learning rate or on the step number enters as a 0-dim float64 tensor.
+SGD, Adam and AdamW are written here as their single-tensor path in torch.optim, except that all
+that depends on the learning rate or on the step number enters as a 0-dim float64 tensor.
+Of the others the path itself is traced (`own_step`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.own_step import FORMS, KINDS, Fresh, fresh_state, own_step
+from devplace.graph.capture.several import each_of, kind_of
 
 Scalars = Mapping[str, torch.Tensor]
 Updated = tuple[torch.Tensor, dict[str, torch.Tensor]]
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_SUPPORTED = "torch.optim.SGD, Adam and AdamW"
 _FIXED_OPTIONS = {
     "sgd": ("dampening", "weight_decay", "nesterov", "maximize"),
     "adam": ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+}
+_REFUSED = {
+    torch.optim.LBFGS: "it computes the loss several times in a step",
+    torch.optim.SparseAdam: "it takes sparse gradients alone",
 }
 
 
@@ -29,12 +35,13 @@ class UpdateRule:
     """How the parameters of one group are updated, from one starting step count.
 
     Attributes:
-        kind: `sgd` or `adam`.
+        kind: `sgd`, `adam`, or one of `own_step.KINDS`.
         group: Index among the optimizer's param_groups.
         start: Steps already taken when the step was captured.
         options: Hyper-parameters at capture.
         cohort: Which of the group's starting step counts this is, 0 for the smallest. Names carry
             it instead of the count, so that a resumed step is the same graph.
+        fresh: Of a traced rule, the state before the first step, by name.
     """
 
     kind: str
@@ -42,6 +49,7 @@ class UpdateRule:
     start: int
     options: Mapping[str, Any]
     cohort: int = 0
+    fresh: Mapping[str, Fresh] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -51,10 +59,21 @@ class UpdateRule:
     @property
     def state_slots(self) -> tuple[str, ...]:
         """Names in `optimizer.state[p]` of the tensors it keeps."""
+        if self.kind in KINDS:
+            return tuple(name for name in self.fresh if name != "step")
         if self.kind == "sgd":
             return ("momentum_buffer",) if self.options["momentum"] != 0 else ()
         extra = ("max_exp_avg_sq",) if self.options["amsgrad"] else ()
         return ("exp_avg", "exp_avg_sq", *extra)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether its state has the number of steps made."""
+        return self.kind == "adam" or "step" in self.fresh
+
+    def fresh_of(self, slot: str, param: torch.Tensor) -> Fresh:
+        """A tensor of the state before the first step."""
+        return self.fresh.get(slot, Fresh(tuple(param.shape), param.dtype, 0.0))
 
     def scalars(self, step: int, options: Mapping[str, Any] | None = None) -> dict[str, float]:
         """Value of each scalar at the 1-based `step` after capture, as torch.optim computes it.
@@ -65,12 +84,16 @@ class UpdateRule:
         options = self.options if options is None else options
         self._check_fixed(options)
         lr = float(options["lr"])
+        if self.kind in KINDS:
+            named = {"lr": lr, "step": float(self.start + step - 1)}
+            return {f"{self.prefix}.{name}": value for name, value in named.items()}
         values = _sgd_scalars if self.kind == "sgd" else _adam_scalars
         named = values(lr, self.start + step, options)
         return {f"{self.prefix}.{name}": value for name, value in named.items()}
 
     def _check_fixed(self, options: Mapping[str, Any]) -> None:
-        for name in _FIXED_OPTIONS[self.kind]:
+        fixed = _FIXED_OPTIONS.get(self.kind) or [n for n in self.options if n != "lr"]
+        for name in fixed:
             if name in options and _plain(options[name]) != self.options[name]:
                 way = " (for schedulers: cycle_momentum=False)" if name == "betas" else ""
                 raise CaptureError(
@@ -92,8 +115,10 @@ class UpdateRule:
         state: Mapping[str, torch.Tensor],
         scalars: Scalars,
     ) -> Updated:
-        """New parameter and new state; nothing is written in place."""
+        """New parameter and new state."""
         named = {k.rpartition(".")[2]: v for k, v in scalars.items() if self._owns(k)}
+        if self.kind in KINDS:
+            return own_step(self.kind, self.options, param, grad, state, named)
         if self.options["maximize"]:
             grad = torch.neg(grad)
         update = _sgd if self.kind == "sgd" else _adam
@@ -105,7 +130,7 @@ class UpdateRule:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return tuple(float(v) for v in value)
+        return tuple(None if v is None else float(v) for v in value)
     return float(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -196,7 +221,7 @@ class Update:
     """The whole optimizer: a rule for each parameter it trains.
 
     Attributes:
-        kind: `SGD`, `Adam` or `AdamW`.
+        kind: Name of the class; of several optimizers all, such as `Muon+AdamW`.
         rules: Parameter name -> rule.
         num_groups: Parameter groups of the optimizer.
     """
@@ -240,29 +265,22 @@ class Update:
 def make_update(
     optimizer: Any, parameters: Mapping[str, torch.Tensor], aliases: Mapping[int, str]
 ) -> Update:
-    """Read a torch optimizer; it is left as it is.
+    """Read an optimizer of torch; it is left as it is.
 
     Args:
-        optimizer: An SGD, Adam or AdamW instance.
+        optimizer: One of torch.optim, or several as `Optimizers`.
         parameters: The model's parameters by name.
         aliases: Name of each parameter by `id`.
 
     Raises:
         CaptureError: Another optimizer, or one over tensors which are not the model's parameters.
     """
-    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
-    kind = kinds.get(type(optimizer))
-    if kind is None:
-        got = optimizer if isinstance(optimizer, (str, type)) else type(optimizer).__name__
-        raise CaptureError(
-            f"The optimizer must be an instance of {_SUPPORTED}, got {got!r}. Build one of these "
-            f"over model.parameters(), or capture without an optimizer."
-        )
     rules: dict[str, UpdateRule] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        known = ("lr", "momentum", *_FIXED_OPTIONS[kind])  # a group may hold others of the user's
-        options = {k: _plain(v) for k, v in group.items() if k in known}
-        options.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+    known: dict[Any, dict[str, Fresh]] = {}
+    groups = [(one, group) for one in each_of(optimizer) for group in _kind_and_groups(one)[1]]
+    for index, (one, group) in enumerate(groups):
+        kind, _ = _kind_and_groups(one)
+        options = _options(kind, one, group)
         for param in group["params"]:
             name = aliases.get(id(param))
             if name is None or name not in parameters:
@@ -271,16 +289,71 @@ def make_update(
                     f"{tuple(param.shape)} in group {index} is not in it. Build the optimizer from "
                     f"this model's parameters (after wrapping or moving it)."
                 )
-            if param.is_complex():
-                raise CaptureError(f"Complex parameters are not supported: {name!r}. Freeze it.")
-            if param.is_inference():
+            _refuse_parameter(name, param)
+            if name in rules:
                 raise CaptureError(
-                    f"Parameters made under torch.inference_mode cannot be trained: {name!r} is "
-                    f"one. Make the model outside of it."
+                    f"A parameter must be trained by one optimizer: {name!r} is in several groups. "
+                    f"Take it out of all but one."
                 )
-            start = _steps_taken(optimizer.state.get(param, {}))
-            rules[name] = UpdateRule(kind, index, start, options)
-    return Update(type(optimizer).__name__, _with_cohorts(rules), len(optimizer.param_groups))
+            start = _steps_taken(one.state.get(param, {}))
+            alike = index, tuple(param.shape), param.dtype
+            if kind in KINDS and alike not in known:
+                known[alike] = fresh_state(kind, options, param)
+            rules[name] = UpdateRule(kind, index, start, options, fresh=known.get(alike, {}))
+    return Update(kind_of(optimizer), _with_cohorts(rules), len(groups))
+
+
+def _refuse_parameter(name: str, param: torch.Tensor) -> None:
+    """Refuse what cannot be trained: complex numbers, and tensors of inference mode."""
+    if param.is_complex():
+        raise CaptureError(
+            f"Trained parameters must be real: {name!r} is {_dtype(param)}. Keep it as a "
+            f"real one (torch.view_as_real) and use torch.view_as_complex of it in forward, or "
+            f"freeze it."
+        )
+    if param.is_inference():
+        raise CaptureError(
+            f"Parameters made under torch.inference_mode cannot be trained: {name!r} is "
+            f"one. Make the model outside of it."
+        )
+
+
+def _kind_and_groups(optimizer: Any) -> tuple[str, list[dict[str, Any]]]:
+    """Name of an optimizer's rule, and its parameter groups.
+
+    Raises:
+        CaptureError: It is none that can be captured.
+    """
+    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
+    kinds |= {known: kind for kind, known in KINDS.items()}
+    kind = kinds.get(type(optimizer))
+    if kind is not None:
+        return kind, optimizer.param_groups
+    is_made = not isinstance(optimizer, (str, type))
+    got = type(optimizer).__name__ if is_made else optimizer
+    known = ", ".join(sorted(each.__name__ for each in kinds))
+    reason = _REFUSED.get(type(optimizer), "it is no class of torch.optim, whose update is known")
+    raise CaptureError(
+        f"The optimizer must be an instance of one of torch.optim's that take dense gradients "
+        f"({known}), got {got!r}{f': {reason}' if is_made else ''}. Build one of these over "
+        f"model.parameters(), or capture without an optimizer."
+    )
+
+
+def _options(kind: str, optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a group; it may hold others of the user's."""
+    if kind in KINDS:
+        known = [name for name in optimizer.defaults if name not in FORMS]
+    else:
+        known = ["lr", "momentum", *_FIXED_OPTIONS[kind]]
+    options = {k: _plain(v) for k, v in group.items() if k in known}
+    if kind == "adam":
+        options.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+    return options
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _with_cohorts(rules: Mapping[str, UpdateRule]) -> dict[str, UpdateRule]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from devplace.graph.capture.lookups import (
 )
 from devplace.graph.capture.names import Every, Item, Part, Perhaps, named
 from devplace.graph.capture.reads import Variable, enclosed
-from devplace.graph.capture.sources import CONTAINERS, restore
 from devplace.graph.capture.values import (
     NOTHING,
     is_function,
@@ -52,13 +50,11 @@ class Outside:
         modules: Name -> module.
         variables: Values: plain ones, and tensors, modules and functions by which they compute.
         caches: Functions under `functools.lru_cache`.
-        containers: Lists, dicts and the dicts of objects that functions may write to.
     """
 
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
-    containers: list[Any] = field(default_factory=list)
 
     def tensors(self) -> dict[int, str]:
         """Tensors that the modules hold: `id` -> dotted name."""
@@ -69,6 +65,11 @@ class Outside:
                     if isinstance(value, torch.Tensor):
                         found.setdefault(id(value), f"{name}.{key}")
         return found
+
+    def names(self) -> dict[int, str]:
+        """As `tensors`, with those that are variables."""
+        held = {id(v.value): v.name for v in self.variables if isinstance(v.value, torch.Tensor)}
+        return held | self.tensors()
 
 
 def find_outside(model: torch.nn.Module, loss_fn: Any) -> Outside:
@@ -86,21 +87,6 @@ def find_outside(model: torch.nn.Module, loss_fn: Any) -> Outside:
     walk.follow_modules(model)
     walk.follow_passed()
     return walk.found
-
-
-@contextlib.contextmanager
-def left_alone(outside: Outside) -> Iterator[None]:
-    """Put back what functions write to inside, and forget what they cache: it has no values."""
-    before = [cache.cache_info().misses for cache in outside.caches]
-    saved = [(container, container.copy()) for container in outside.containers]
-    try:
-        yield
-    finally:
-        for cache, misses in zip(outside.caches, before, strict=True):
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
-        for container, old in saved:
-            restore(container, old)
 
 
 class _Walk:
@@ -135,7 +121,6 @@ class _Walk:
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif type(value) in (tuple, list, dict) and len(value) <= _MOST_PARTS:
-            self._write(value)
             for part in value.values() if isinstance(value, dict) else value:
                 self.visit(name, part)
         elif not is_package(value):
@@ -269,7 +254,6 @@ class _Walk:
         if type(names) is not dict or is_left or ("every", id(value)) in self._seen:
             return
         self._seen.add(("every", id(value)))
-        self._write(names)
         for key, found in names.items():
             part = Variable(f"{at.name}.{key}", names, key, kept(found), above=at)
             if is_kept(found):
@@ -278,7 +262,6 @@ class _Walk:
                 self._every(part)
 
     def _item(self, at: Variable, part: Item) -> Variable:
-        self._write(at.value)
         found = looked_up(at.value, part)
         return Variable(f"{at.name}[{part.key!r}]", at.value, part.key, found, above=at)
 
@@ -289,22 +272,13 @@ class _Walk:
             return None
         name, names = f"{at.name}.{key}", getattr(value, "__dict__", None)
         if type(names) is dict:
-            if not isinstance(value, types.ModuleType | torch.nn.Module):
-                self._write(names)
             is_missing = isinstance(part, Perhaps) and attribute_of(value, key) is NOTHING
             if is_missing or key in names:
                 return Variable(name, names, key, names.get(key, NOTHING), above=at)
         found = self._computed(at.name, value, key)
         if found is NOTHING:
-            self._write(value)
             return None
         return Variable(name, value, key, found, True, above=at)
-
-    def _write(self, container: Any) -> None:
-        """Functions may write there."""
-        is_known = any(container is each for each in self.found.containers)
-        if type(container) in CONTAINERS and not is_known:
-            self.found.containers.append(container)
 
     def _is_left(self, name: str, value: Any, part: str) -> bool:
         """Whether an attribute is one that `Reads` sees."""

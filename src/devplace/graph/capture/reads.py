@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.values import (
@@ -19,6 +18,7 @@ from devplace.graph.capture.values import (
     holds_fakes,
     is_array,
     is_kept,
+    is_traced,
     kept,
 )
 
@@ -91,7 +91,6 @@ class Reads:
         values: Name of the module -> attribute -> value, of what is read before it is written;
             `NOTHING` for one that was asked for and missing.
         changed: Those that end with another value, and that value; they are not in `values`.
-        left: Attributes that were written before any read, with the value that they end with.
 
     Args:
         modules: Name -> module.
@@ -100,10 +99,9 @@ class Reads:
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self.values: dict[str, dict[str, Any]] = {}
         self.changed: list[tuple[Variable, Any]] = []
-        self.left: list[tuple[Variable, Any]] = []
         self._modules = dict(modules)
         self._found = {id(module): self.values.setdefault(n, {}) for n, module in modules.items()}
-        self._written: dict[tuple[int, str], tuple[torch.nn.Module, Any]] = {}
+        self._written: set[tuple[int, str]] = set()
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -123,7 +121,6 @@ class Reads:
                 else:
                     setattr(own, name, function)
         self._compare()
-        self._note_left()
 
     def variables(self, without: Collection[str] = ()) -> list[Variable]:
         """What was read of all modules but some."""
@@ -159,7 +156,7 @@ class Reads:
                 if known is not None:
                     known[name] = NOTHING
                 raise
-            is_outside = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            is_outside = isinstance(value, torch.Tensor) and not is_traced(value)
             if known is not None and (value is None or is_outside):
                 known[name] = value
             return value
@@ -176,9 +173,8 @@ class Reads:
         found, written = self._found, self._written
 
         def write(module: Any, name: str, value: Any) -> None:
-            place = id(module), name
-            if id(module) in found and place not in written:
-                written[place] = module, _own(module, name).get(name, NOTHING)
+            if id(module) in found:
+                written.add((id(module), name))
             put(module, name, value)
 
         return write
@@ -203,17 +199,6 @@ class Reads:
                         raise _made_inside(where)
                     variable = Variable(where, _own(module, key), key, value)
                     self.changed.append((variable, kept(now)))
-                    if is_array(now):
-                        variable.put(value)
-
-    def _note_left(self) -> None:
-        """Attributes that another step may read; parameters and buffers are no such."""
-        for (_, key), (module, before) in self._written.items():
-            now = _own(module, key).get(key, NOTHING)
-            is_own = isinstance(before, (FakeTensor, torch.nn.Module))
-            is_new = key not in self._found[id(module)] and differs(now, before)
-            if is_new and not is_own and now is not NOTHING and is_kept(now):
-                self.left.append((Variable(key, _own(module, key), key, before), kept(now)))
 
 
 def _made_inside(where: str) -> CaptureError:

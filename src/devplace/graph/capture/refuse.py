@@ -12,10 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.analysis import mutates, results, view_bases
+from devplace.graph.capture.analysis import mutates, results, view_bases, written_by
+from devplace.graph.capture.eagerly import NotTriedError, eager_error
+from devplace.graph.capture.several import each_of
 from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
-from devplace.graph.capture.tags import Tagger, is_user_file
+from devplace.graph.capture.tags import Tagger, describe_place, is_user_file
 
 _WRAPPERS = {
     "DataParallel": "Pass the module inside it (model.module).",
@@ -55,11 +57,22 @@ def unwrap(model: Any) -> torch.nn.Module:
     return model
 
 
-def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
-    """The error to raise instead of `error`, which a trace raised."""
+class GradientsNeededError(CaptureError):
+    """The model takes a derivative of something that does not require gradients."""
+
+
+class NotInChunksError(CaptureError):
+    """Micro-batches failed where the whole batch did not."""
+
+
+def explain(error: Exception | SystemExit, step: Step) -> CaptureError:
+    """The error to raise instead of `error`, which a trace of a step raised."""
     if isinstance(error, CaptureError):
         return error
-    module, line, owner = locate(error.__traceback__, tagger)
+    module, line, owner = locate(error.__traceback__, step.tagger)
+    newest = step.tagger.newest
+    if not line and newest is not None and newest.stage == "backward" and newest.line:
+        module, line = newest.module, newest.line  # of the forward op that is differentiated
     where = describe_place(module, line)
     name, text = type(error).__name__, str(error)
     if _SHAPE in name or "DynamicOutputShape" in text:
@@ -74,8 +87,6 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
         "passed to FakeTensor.__format__",
     )
     if name in _VALUE_READ or any(part in text for part in value_read):
-        if _is_under(error.__traceback__, os.path.join("torch", "distributions")):
-            return CaptureError(_checked_arguments(where))
         return CaptureError(_value_read(where, owner))
     if "NestedTensor" in text or "_nested_" in text:
         return _nested(where)
@@ -88,11 +99,40 @@ def explain(error: Exception | SystemExit, tagger: Tagger) -> CaptureError:
             "Backward and the update belong to the step: the loss function runs backward itself. "
             "Let loss_fn return the loss alone."
         )
-    first = text.strip().splitlines()[0].rstrip(".") if text.strip() else "no message"
+    if "does not require grad" in text:
+        return GradientsNeededError(
+            f"A derivative needs an input that requires gradients: at {where} one is taken of "
+            f"something that does not. Call x.requires_grad_() in forward, or on the example input."
+        )
+    return _unknown(error, where, step)
+
+
+def _unknown(error: BaseException, where: str, step: Step) -> CaptureError:
+    """Error for what has no rule of its own: is it the step's fault, or that of capture?"""
+    what = f"at {where}: {_first_line(error)}"
+    if step.request.batch.is_cut:
+        return NotInChunksError(f"The micro-batches failed {what}.")
+    try:
+        eager = eager_error(step)
+    except NotTriedError as reason:
+        return CaptureError(
+            f"The step failed while it was captured {what}. Whether it runs eagerly is not known: "
+            f"{reason}. Run it once on the example inputs."
+        )
+    if eager is not None:
+        return CaptureError(
+            f"The step fails eagerly, too, at {where}: {_first_line(eager)}. Make it run on the "
+            f"example inputs first."
+        )
     return CaptureError(
-        f"The step failed while it was captured at {where}: {name}: {first}. Check that it runs "
-        f"eagerly on the example inputs."
+        f"The step runs eagerly, but cannot be captured {what}. Do there without values, in other "
+        f"tensor operations."
     )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
 
 
 def _nested(where: str) -> CaptureError:
@@ -131,23 +171,6 @@ def _value_read(where: str, owner: Any) -> str:
     )
 
 
-def _checked_arguments(where: str) -> str:
-    return (
-        f"A distribution must not check values: {where} makes one that reads its arguments to "
-        f"check them. Pass validate_args=False, or call "
-        f"torch.distributions.Distribution.set_default_validate_args(False)."
-    )
-
-
-def _is_under(traceback: TracebackType | None, folder: str) -> bool:
-    """Whether a traceback goes through a file of a folder."""
-    while traceback is not None:
-        if folder + os.sep in traceback.tb_frame.f_code.co_filename:
-            return True
-        traceback = traceback.tb_next
-    return False
-
-
 def _fixed_shape(op: str) -> str:
     """What to use instead of an op whose output has no fixed size."""
     if "ctc_loss" in op:
@@ -161,14 +184,6 @@ def _op_name(text: str) -> str:
     name = r"([A-Za-z_]\w*)"
     match = re.search(f"{name}::{name}", text) or re.search(rf"{name}\.{name}", text)
     return f"{match.group(1)}::{match.group(2)}" if match else "an operator"
-
-
-def describe_place(module: str | None, line: str) -> str:
-    """Text that names a module and source line, as far as they are known."""
-    if module is None:
-        return line or "an unknown place"
-    shown = f"module {module!r}" if module else "the model"
-    return f"{shown} ({line})" if line else shown
 
 
 def locate(
@@ -201,28 +216,12 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], optimizer: Any) -> None
                 f"module; clip_grad_norm clips all gradients."
             )
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, each, None) for each in hooks):
-        raise CaptureError(
-            f"Hooks of an optimizer's step cannot be captured: this {type(optimizer).__name__} has "
-            f"one. Remove it, and call what it does after each step."
-        )
-
-
-def refuse_recomputed_random(tagger: Tagger) -> None:
-    """Refuse activation checkpointing around random ops: the replay would draw other numbers.
-
-    Raises:
-        CaptureError: A random op was drawn again in backward.
-    """
-    if tagger.recomputed_random is None:
-        return
-    tag, line = tagger.recomputed_random
-    module = None if tag.module == "?" else tag.module
-    raise CaptureError(
-        f"Activation checkpointing cannot replay random ops: {describe_place(module, line)} "
-        f"draws again in backward. Move the dropout out of the checkpointed part, or "
-        f"turn checkpointing off."
-    )
+    for one in each_of(optimizer):
+        if any(getattr(one, each, None) for each in hooks):
+            raise CaptureError(
+                f"Hooks of an optimizer's step cannot be captured: this {type(one).__name__} has "
+                f"one. Remove it, and call what it does after each step."
+            )
 
 
 def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
@@ -237,12 +236,11 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             read.add(plain.get(id(getattr(gm, node.target)), ""))
-        elif mutates(node):
-            owner = _memory_owner(node)
+        for each in written_by(node.target, node.args, node.kwargs):
+            owner = _memory_owner(each)
             if owner.op == "get_attr":
-                written.append(
-                    plain.get(id(getattr(gm, owner.target)), "a tensor outside the model")
-                )
+                of = id(getattr(gm, owner.target))
+                written.append(step.names.get(of, "a tensor outside the model"))
     written += [name for name in step.replaced_attributes if name in read]
     outside = set(step.outside.tensors().values())
     if written and written[0] in outside:
@@ -253,7 +251,7 @@ def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
     if written:
         raise CaptureError(
             f"State must be kept in buffers: {written[0]!r} is no buffer, but is read and "
-            f"changed by the step. Use register_buffer."
+            f"changed by the step. Use register_buffer, and write into that."
         )
 
 
@@ -286,12 +284,12 @@ def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
         CaptureError: Names the parameter; there it would be a constant without a gradient.
     """
     sources = step.request.sources.parameters
-    owners = {sources[name].untyped_storage()._cdata: name for name in step.trained}
+    owners = {memory(sources[name]): name for name in step.trained}
     for node in gm.graph.nodes:
         value = getattr(gm, node.target) if node.op == "get_attr" else None
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             continue
-        name = owners.get(value.untyped_storage()._cdata)
+        name = owners.get(memory(value))
         if name is not None:
             tag = node.meta["tag"]
             raise CaptureError(
@@ -303,7 +301,7 @@ def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:
 
 
 def _memory_owner(node: torch.fx.Node) -> torch.fx.Node:
-    """The node whose memory a write of `node` reaches; fresh constants own theirs."""
+    """The node that owns the memory of another; fresh constants own theirs."""
     while "lift_fresh" not in str(node.target):
         bases = node.args[:1] if mutates(node) else view_bases(node)
         if not bases or not isinstance(bases[0], torch.fx.Node):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from devplace.errors import CaptureError
 
+_OWN = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
 
@@ -60,6 +60,13 @@ def find_sources(model: torch.nn.Module) -> Sources:
             raise CaptureError(
                 f"Lazy parameters must be initialised before capture: {name!r} has no shape yet. "
                 f"Call the model once on an example batch."
+            )
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "parameter" if is_parameter else "buffer"
+            layout = "nested" if tensor.is_nested else tensor.layout
+            raise CaptureError(
+                f"Parameters and buffers must be dense: {kind} {name!r} is {layout}. Keep it as a "
+                f"dense tensor (.to_dense()), or as indices and values, and use index_add."
             )
         if id(tensor) in first:
             shared[name] = first[id(tensor)]
@@ -122,21 +129,6 @@ def _same_geometry(one: torch.Tensor, other: torch.Tensor) -> bool:
     return key == other_key
 
 
-@contextlib.contextmanager
-def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put back everything a forward pass may set on the modules: attributes, lists, dicts."""
-    saved: list[tuple[Any, Any]] = []
-    for module in modules:
-        attributes = module.__dict__
-        saved.append((attributes, dict(attributes)))
-        saved.extend((v, v.copy()) for v in attributes.values() if type(v) in CONTAINERS)
-    try:
-        yield
-    finally:
-        for container, old in reversed(saved):
-            restore(container, old)
-
-
 def restore(container: Any, old: Any) -> None:
     """Give a list, queue, set or dict the entries of an earlier copy, if it has others."""
     if isinstance(container, (list, deque)):
@@ -161,13 +153,18 @@ def memory(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def plain_tensors(model: torch.nn.Module) -> dict[int, str]:
-    """Tensors kept in plain attributes of modules: `id` -> dotted name."""
+def plain_tensors(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
+    """Tensors kept in plain attributes of modules, or in lists and dicts there: `id` -> name."""
     found: dict[int, str] = {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         for key, value in module.__dict__.items():
+            name = f"{path}.{key}" if path else key
             if isinstance(value, torch.Tensor):
-                found.setdefault(id(value), f"{path}.{key}" if path else key)
+                found.setdefault(id(value), name)
+            elif type(value) in (list, dict) and key not in _OWN:
+                for place, part in value.items() if type(value) is dict else enumerate(value):
+                    if isinstance(part, torch.Tensor):
+                        found.setdefault(id(part), f"{name}[{place!r}]")
     return found
 
 

@@ -10,29 +10,33 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.analysis import results
-from devplace.graph.capture.assigned import data_written, refuse_other_buffers
-from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_dataclasses
+from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
+from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_objects
 from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, Whole, joined
+from devplace.graph.capture.fakes import Fakes
+from devplace.graph.capture.guards.host import draws_on_host, host_watched
+from devplace.graph.capture.guards.state import Executed, Outliving, followed, left_alone
+from devplace.graph.capture.guards.twice import Recorder
 from devplace.graph.capture.loss import (
     Returned,
     read_loss,
     refuse_learned_weight,
-    refuse_reentrant,
+    refuse_lost_gradients,
 )
 from devplace.graph.capture.optimizers import Update
-from devplace.graph.capture.outside import find_outside, left_alone
+from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.reads import Reads, Variable
-from devplace.graph.capture.sources import Slots, Sources, plain_tensors, unchanged
-from devplace.graph.capture.tags import Tagger
-from devplace.graph.capture.values import differs, is_made_of_nothing, with_values
+from devplace.graph.capture.sources import Slots, Sources, plain_tensors
+from devplace.graph.capture.tags import Tagger, describe_place, user_line
+from devplace.graph.capture.values import differs, kept
 from devplace.graph.graph import ResultRole
 from devplace.graph.program import BindingKind, Constant
 
 Tensors = list[torch.Tensor]
+Given = dict[str, dict[Any, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Request:
         stack_gradients: Whether products of a weight's gradient are stacked.
         fuse: Whether the step is made ready to be fused.
         stack_inputs: Whether products of inputs with one weight are made one.
+        has_gradients: Whether operations can be differentiated: in training, and where the model
+            itself takes derivatives by its inputs.
         whole: Of micro-batches, what the step of the whole batch says.
         is_compared: Whether the step also gives what micro-batches are compared by (`Step.extra`).
         compares_batches: Whether micro-batches must compute what the whole batch does.
@@ -93,6 +99,7 @@ class Request:
     stack_gradients: bool = False
     fuse: bool = False
     stack_inputs: bool = False
+    has_gradients: bool = False
     whole: Whole = field(default_factory=Whole)
     is_compared: bool = False
     compares_batches: bool = True
@@ -105,16 +112,15 @@ class Step:
     Attributes:
         outside: What its functions reach beside the model.
         reads: Attributes that its modules read.
-        host_state: Values that running it changes and that it may read, with what they become
-            (tensors as zeros); empty if these are caches of what never changes.
-        left: Tensors of the trace in `host_state`, which are further outputs, with what stands
-            for them there.
+        changed: Values that it may read and that running it changes, with what they become.
+        difference: What went otherwise when it ran once more, as the next step would.
         changing: `id` of variables that running it changes.
         counts: What was divided by in each division of its losses, None if it is not one number.
         extra: Further results for a comparison: name -> tensor of the trace; gradients, and counts
             if the batch is whole.
         shapes: Shape of each further output, None for what is no tensor.
         compared: Graph of the loss, the further outputs and `extra`, once it is traced.
+        fakes: The mode of its fake tensors.
     """
 
     request: Request
@@ -125,19 +131,24 @@ class Step:
     output_leaves: tuple[Any, ...] = ()
     install: Callable[[], None] = lambda: None
     replaced_attributes: list[str] = field(default_factory=list)
-    host_state: list[tuple[Variable, Any]] = field(default_factory=list)
-    left: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    changed: list[tuple[Variable, Any]] = field(default_factory=list)
+    difference: Exception | None = None
+    _recorder: Recorder | None = None
     changing: set[int] = field(default_factory=set)
     counts: list[torch.Tensor | None] = field(default_factory=list)
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     shapes: tuple[torch.Size | None, ...] = ()
     compared: torch.fx.GraphModule | None = None
+    fakes: Fakes = field(default_factory=Fakes)
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
         self.outside = find_outside(self.request.model, self.request.loss_fn)
-        self.reads = Reads(dict(self.request.model.named_modules()) | self._outside_modules())
-        self.plain_tensors = self.outside.tensors() | plain_tensors(self.request.model)
+        self._modules = dict(self.request.model.named_modules()) | self._outside_modules()
+        self.reads = Reads(self._modules)
+        self.plain_tensors = plain_tensors(self._modules) | self.outside.tensors()
+        self.names = self.outside.names() | self.plain_tensors
+        self._own = set(map(id, sources.parameters.values()))
         self.trained = [
             n
             for n, p in sources.parameters.items()
@@ -157,9 +168,8 @@ class Step:
     def __call__(self, *flat: torch.Tensor) -> Tensors:
         """Run on tensors in the order of `inputs`; gives tensors in the order of `outputs`."""
         self.install()
-        given, self._flat = self._by_kind(flat), flat
-        with left_alone(self.outside):
-            heads, grads, now = self._run_unchanged(given)
+        given = self._by_kind(flat)
+        heads, grads, now = self._run_unchanged(given)
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
         refuse_other_buffers(given["buffer"], buffers)
@@ -171,86 +181,94 @@ class Step:
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
-        kept = [*heads, *changed, *given["input"].values(), *(each for each, _ in self.left)]
-        return [*kept, *self.extra.values()]
+        return [*heads, *changed, *given["input"].values(), *self.extra.values()]
 
-    def _run_unchanged(
-        self, given: dict[str, dict[Any, torch.Tensor]]
-    ) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
-        """Heads, gradients, and what the sources are then; modules and variables are put back."""
-        model = self.request.model
-        modules = [*model.modules(), *self.outside.modules.values()]
-        sources = given["parameter"] | given["buffer"]
-        with (
-            self.tagger.module_hooks(),
-            unchanged(modules),
-            self.reads.followed(),
-            data_written(sources),
-        ):
-            slots = Slots(model, self.request.sources, self.outside.modules.values())
-            slots.put([t for k in ("parameter", "buffer", "constant") for t in given[k].values()])
-            heads, grads = self._run(given)
-            now = slots.get()
-            present = self.outside.tensors() | plain_tensors(model)
-        self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
-        self._note_host_state()
+    def _run_unchanged(self, given: Given) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
+        """Heads, gradients, and what the sources are then; modules and variables are put back.
+
+        Before it is traced the step is rehearsed: it runs twice, unseen by the trace.
+        """
+        outliving = Outliving(self._modules, self.outside)
+        slots = Slots(self.request.model, self.request.sources, self.outside.modules.values())
+        with self.tagger.module_hooks():
+            with disable_proxy_modes_tracing(), outliving.put_back():
+                self._rehearse(given, slots, outliving)
+            self._put_back_variables()
+            self.tagger.restart()
+            with _written(given), outliving.put_back():
+                slots.put(_sources(given))
+                heads, grads = self._run(given)
+                now = slots.get()
+            self._put_back_variables()
         return heads, grads, now
+
+    def _rehearse(self, given: Given, slots: Slots, outliving: Outliving) -> None:
+        """Run twice, the second time as the next step would.
+
+        What is wrong with the second is told when a trace has found nothing worse.
+        """
+        ran: Executed = {}
+        with self.reads.followed(), followed(ran, outliving.meet):
+            first = self._recorded(given, slots)
+            present = plain_tensors(self._modules) | self.outside.tensors()
+        self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
+        self._note_changes()
+        outliving.note()
+        try:
+            self._recorded(given, slots, first)
+            outliving.refuse_lost(ran, first.is_state)
+        except Exception as error:
+            self.difference = error
+        drawn_from = outliving.drawn_from()
+        if drawn_from:
+            raise draws_on_host("the step", drawn_from)
+        self.names = outliving.tensors | self.names
+        self._recorder = self.fakes.call_of = None
+        self.outputs, self.output_spec, self.output_leaves = [], None, ()
+
+    def _recorded(self, like: Given, slots: Slots, before: Recorder | None = None) -> Recorder:
+        """Run once on new tensors, and record that."""
+        given: Given = {
+            kind: {key: _new(tensor) for key, tensor in tensors.items()}
+            for kind, tensors in like.items()
+        }
+        flat = _flat(given)
+        slots.put(_sources(given))
+        recorder = self._recorder = Recorder(flat, self._place, before)
+        watched = host_watched(recorder.drawn, self._place, before is not None)
+        self.fakes.call_of = recorder.call_of
+        with _written(given), recorder, watched:
+            heads, grads = self._run(given)
+        now = slots.get()
+        there = set(map(id, now))
+        there -= {id(given["parameter"][name]) for name in self.trained}
+        steady = {k for k, tensor in enumerate(flat) if id(tensor) in there}
+        recorder.finish([heads, list(grads.items()), now], steady)
+        return recorder
+
+    def _place(self) -> str:
+        return describe_place(self.tagger.current_module, user_line())
+
+    def _put_back_variables(self) -> None:
+        for variable, _ in self.changed:
+            variable.put(variable.value)
 
     def _outside_modules(self) -> dict[str, torch.nn.Module]:
         return {f"{name}, outside the model": m for name, m in self.outside.modules.items()}
 
-    def _note_host_state(self) -> None:
-        """Values that are other ones now; variables are put back, modules have been."""
-        found, changed = list(self.reads.changed), []
+    def _note_changes(self) -> None:
+        """Values that are other ones now."""
+        self.changed = list(self.reads.changed)
         for variable in self.outside.variables:
             now = variable.present()
             if differs(now, variable.value):
                 self.changing.add(id(variable))
-                changed.append(variable)
-                if not isinstance(variable.value, torch.Tensor):
-                    found.append((variable, now))
-        caches = [is_made_of_nothing(now) for _, now in found]
-        if not all(caches):
-            ordered = sorted(zip(caches, found, strict=True), key=lambda pair: pair[0])
-            found = [pair for _, pair in ordered] + self.reads.left
-            self.host_state = [(variable, with_values(now)) for variable, now in found]
-            leaves, stand_ins = (
-                pytree.tree_leaves([now for _, now in each]) for each in (found, self.host_state)
-            )
-            self.left = [
-                pair
-                for pair in zip(leaves, stand_ins, strict=True)
-                if isinstance(pair[0], FakeTensor)
-            ]
-        for variable in changed:
-            variable.put(variable.value)
-
-    @contextlib.contextmanager
-    def with_host_state(self) -> Iterator[None]:
-        """Plain values inside are as running the step leaves them."""
-        for variable, now in self.host_state:
-            variable.put(now)
-        try:
-            yield
-        finally:
-            for variable, _ in self.host_state:
-                variable.put(variable.value)
+                self.changed.append((variable, kept(now)))
 
     @property
     def is_reference(self) -> bool:
         """Whether only what micro-batches are compared with is wanted, and no update."""
         return self.request.is_compared and not self.request.batch.is_cut
-
-    def steady_inputs(self, gm: torch.fx.GraphModule) -> set[int]:
-        """Places of parameters, buffers and constants that the traced step leaves as they are."""
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        kinds = ("parameter", "buffer")
-        same = {
-            out.replaces
-            for out, node in zip(self.outputs, results(gm), strict=False)
-            if out.role in kinds and node is inputs[out.replaces]
-        }
-        return same | {k for k, entry in enumerate(self.inputs) if entry.kind == "constant"}
 
     def _by_kind(self, flat: Sequence[torch.Tensor]) -> dict[str, dict[Any, torch.Tensor]]:
         kinds = ("parameter", "buffer", "state", "input", "constant", "scalar")
@@ -288,14 +306,12 @@ class Step:
     def _run(
         self, given: dict[str, dict[Any, torch.Tensor]]
     ) -> tuple[Tensors, dict[str, torch.Tensor]]:
-        if self.request.mode == "inference":
-            with torch.no_grad():
+        with torch.set_grad_enabled(self.request.has_gradients):
+            if self.request.mode == "inference":
                 return self._infer(given["input"]), {}
-        wanted = self._differentiated(given["parameter"])
-        chunks = self._chunks(given["input"])
-        grad_mode = torch.enable_grad if self.request.mode == "train" else torch.no_grad
-        with grad_mode():
-            whole = self._counts_of_whole()
+            wanted = self._differentiated(given["parameter"])
+            chunks = self._chunks(given["input"])
+            whole = self._counts_of_whole(_flat(given))
             run = functools.partial(self._forward, chunks=chunks, counts=whole)
             first = run(0)
             combine = self._mean if first.weight is None else self._weighted
@@ -303,12 +319,12 @@ class Step:
         self.tagger.micro_batch = -1
         return self._loss_heads(returned, loss.detach()), grads
 
-    def _counts_of_whole(self) -> list[torch.Tensor | None] | None:
+    def _counts_of_whole(self, flat: Tensors) -> list[torch.Tensor | None] | None:
         """What losses divide by, of the whole batch; None for what chunks have of their own."""
         if self.request.whole.counts is None:
             return None
         with self._owned("", "forward"), torch.no_grad():
-            made = iter(self.request.whole.counts_of(*self._flat))
+            made = iter(self.request.whole.counts_of(*flat))
         return [next(made) if is_used else None for is_used in self.request.whole.counts]
 
     def _differentiated(self, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -342,6 +358,18 @@ class Step:
         with context:
             return self.request.call(*args, **kwargs)
 
+    def run_eagerly(self) -> None:
+        """Run forward and backward on the example batch, with the values that are there."""
+        with (
+            left_alone(self._modules, self.outside),
+            torch.set_grad_enabled(self.request.has_gradients),
+        ):
+            returned = self._call(self.request.batch.leaves)
+            wanted = self._differentiated(self.request.sources.parameters)
+            if wanted:
+                loss = read_loss(returned).loss
+                torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+
     def _forward(
         self, index: int, chunks: list[list[Any]], counts: list[torch.Tensor | None] | None
     ) -> Returned:
@@ -365,7 +393,9 @@ class Step:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        refuse_reentrant(found.loss)
+        runs_python = refuse_lost_gradients(found.loss, self._own, self.names)
+        if self._recorder is not None and runs_python:
+            self._recorder.needs_backward = True
         if found.weight is not None:
             refuse_learned_weight(found.weight, self._places_of_parameters())
         return found
@@ -379,7 +409,7 @@ class Step:
     def _infer(self, inputs: dict[int, torch.Tensor]) -> Tensors:
         chunks = self._chunks(inputs)
         self.tagger.micro_batch = 0
-        tree = open_dataclasses(self._call(chunks[0]))
+        tree = open_objects(self._call(chunks[0]))
         values, spec = pytree.tree_flatten(tree)
         heads = self._heads(leaf_names("output", tree), values, spec)
         if not heads:
@@ -484,7 +514,7 @@ class Step:
         grads: dict[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """Gradients of this micro-batch added to those of earlier ones."""
-        if not wanted:
+        if not wanted or (self._recorder is not None and not self._recorder.sees_backward()):
             return {}
         self.tagger.stage = "backward"
         new = torch.autograd.grad(roots, list(wanted.values()), seeds, allow_unused=True)
@@ -555,6 +585,26 @@ class Step:
             yield
         finally:
             tagger.owner, tagger.stage, tagger.micro_batch = before
+
+
+@contextlib.contextmanager
+def _written(given: Given) -> Iterator[None]:
+    """Assignments inside are writes that a trace sees."""
+    with data_written(given["parameter"] | given["buffer"]), masks_written():
+        yield
+
+
+def _flat(given: Given) -> Tensors:
+    return [tensor for each in given.values() for tensor in each.values()]
+
+
+def _sources(given: Given) -> Tensors:
+    return [t for kind in ("parameter", "buffer", "constant") for t in given[kind].values()]
+
+
+def _new(like: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.requires_grad_(like.requires_grad)
 
 
 def _require_weight(weight: torch.Tensor | None) -> torch.Tensor:

@@ -15,11 +15,16 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from devplace.errors import CaptureError
+from devplace.graph.capture.analysis import is_random
+from devplace.graph.capture.draws import Draws
+from devplace.graph.capture.writes import write_node
 from devplace.graph.graph import Stage
 
 UNKNOWN = "?"
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LOSSES = os.path.join(_PACKAGE, "chunk_loss.py")  # lies between the user's code and torch
+_GUARDS = os.path.join(_PACKAGE, "guards") + os.sep  # between a step's functions and its ops
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SKIP, _STOP, _USER = 0, 1, 2
@@ -27,21 +32,23 @@ _PROGRESS_EVERY = 500
 
 
 class Tag(NamedTuple):
-    """Origin of a node; `module` is `UNKNOWN` until it is taken from the node's inputs."""
+    """Origin of a node; `module` is `UNKNOWN` until it is taken from the node's inputs.
+
+    Random ops have the position of their `draw` in the step; ops of one position draw the same.
+    """
 
     stage: Stage
     module: str
     call: int = 0
     line: str = ""
     micro_batch: int = -1
+    draw: int = -1
 
 
 @cache
 def _frame_kind(filename: str) -> int:
-    if filename == _LOSSES:
-        return _SKIP
     if filename.startswith(_PACKAGE):
-        return _STOP
+        return _SKIP if filename.startswith((_GUARDS, _LOSSES)) else _STOP
     in_stdlib = filename.startswith(_STDLIB) and "-packages" not in filename
     return _SKIP if filename.startswith(("<", _TORCH)) or in_stdlib else _USER
 
@@ -69,14 +76,21 @@ def user_line() -> str:
     return ""
 
 
-def in_checkpoint() -> bool:
-    """Whether the caller runs inside a recomputation of torch.utils.checkpoint."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(os.path.join("torch", "utils", "checkpoint.py")):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def describe_place(module: str | None, line: str) -> str:
+    """Text that names a module and source line, as far as they are known."""
+    if module is None:
+        return line or "an unknown place"
+    shown = f"module {module!r}" if module else "the model"
+    return f"{shown} ({line})" if line else shown
+
+
+def control_flow(target: Any, where: str) -> CaptureError:
+    """Error for an op that has sub-graphs."""
+    return CaptureError(
+        f"Control flow as an operator cannot be placed: {where} runs torch's {target.name()!r}, "
+        f"whose sub-graphs run as values decide. Compute both branches and take torch.where of "
+        f"them, or decide outside the step."
+    )
 
 
 class Tagger:
@@ -94,12 +108,20 @@ class Tagger:
         self.micro_batch = -1
         self.owner: str | None = None
         self.fixed: Tag | None = None
-        self.recomputed_random: tuple[Tag, str] | None = None
+        self.draws = Draws()
+        self.newest: Tag | None = None
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
         self._by_sequence: dict[int, Tag] = {}
         self._progress = progress
         self._count = 0
+
+    def restart(self) -> None:
+        """Forget the calls so far: what comes is the run to be tagged."""
+        self.stage, self.micro_batch, self.owner = "forward", -1, None
+        self._stack, self._calls = [("", 0)], {}
+        self.draws = Draws()  # the rehearsal has left torch's generator elsewhere
+        self.draws.start()
 
     @contextlib.contextmanager
     def module_hooks(self) -> Iterator[None]:
@@ -156,12 +178,20 @@ class Tagger:
         """Make `tracer` tag each node it creates."""
         create = tracer.create_node
 
-        def create_node(*args: Any, **kwargs: Any) -> Any:
-            node = create(*args, **kwargs)
+        def create_node(
+            kind: str, target: Any, args: Any = (), kwargs: Any = None, *rest: Any, **options: Any
+        ) -> Any:
+            if isinstance(target, torch._ops.HigherOrderOperator):
+                raise control_flow(target, describe_place(self.current_module, user_line()))
+            where = describe_place(self.current_module, "")
+            other = write_node(create_node, kind, target, args, kwargs or {}, where)
+            if other is not None:
+                return other
+            node = create(kind, target, args, kwargs, *rest, **options)
             tag = self.tag()
-            node.meta["tag"] = tag
-            if tag.stage == "backward" and self.fixed is None:
-                self._note_recomputed_random(node, tag)
+            node.meta["tag"] = self.newest = tag
+            if self.fixed is None and is_random(node):
+                node.meta["tag"] = tag._replace(draw=self._draw(tag))
             self._count += 1
             if self._progress is not None and self._count % _PROGRESS_EVERY == 0:
                 self._progress("trace", self._count)
@@ -169,10 +199,10 @@ class Tagger:
 
         tracer.create_node = create_node
 
-    def _note_recomputed_random(self, node: Any, tag: Tag) -> None:
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags and in_checkpoint():
-            self.recomputed_random = self.recomputed_random or (tag, user_line())
+    def _draw(self, tag: Tag) -> int:
+        return self.draws.take(
+            describe_place(None if tag.module == UNKNOWN else tag.module, tag.line)
+        )
 
 
 def resolve_unknown(graph: torch.fx.Graph) -> None:
@@ -186,4 +216,4 @@ def resolve_unknown(graph: torch.fx.Graph) -> None:
             known = [n.meta["tag"] for n in node.all_input_nodes if "tag" in n.meta]
             known = [t for t in known if t.module != UNKNOWN and t.stage != "source"]
             near = known[-1] if known else Tag(base.stage, "")
-            node.meta["tag"] = near._replace(stage=base.stage)
+            node.meta["tag"] = near._replace(stage=base.stage, draw=base.draw)

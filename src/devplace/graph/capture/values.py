@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -12,9 +13,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (
     *(int, float, bool, str, bytes, complex, type(None), enum.Enum),
@@ -38,7 +36,7 @@ ANYTHING = object()
 
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, None, an enum, a dtype or device, or made of such."""
-    parts = _leaves(value)
+    parts = leaves(value)
     return parts is not None and all(isinstance(p, _PLAIN) or is_array(p) for p in parts)
 
 
@@ -49,7 +47,7 @@ def is_kept(value: Any) -> bool:
     """
     if isinstance(value, _KNOWN) or is_called(value):
         return True
-    return (_is_container(value) or is_array(value)) and _leaves(value) is not None
+    return (_is_container(value) or is_array(value)) and leaves(value) is not None
 
 
 def is_function(value: Any) -> bool:
@@ -68,6 +66,16 @@ def is_computed_with(value: Any) -> bool:
     return isinstance(value, kinds) or is_called(value)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random generator of Python's or NumPy's that has a state."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    kind = type(value)
+    return kind.__module__.startswith("numpy.random") and kind.__name__.startswith(
+        ("Generator", "RandomState")
+    )
+
+
 def is_single(value: Any) -> bool:
     """Whether a value is a number, a text, None and the like, a tensor or an array."""
     return isinstance(value, (*_PLAIN, torch.Tensor)) or is_array(value)
@@ -78,9 +86,16 @@ def is_list_or_dict(value: Any) -> bool:
     return type(value) in (*_DICTS, *_LISTS, set)
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tensor of a trace, without values: a fake one, or one that a transform
+    of torch.func (grad, vmap) has wrapped."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_wrapped(value))
+
+
 def holds_fakes(value: Any) -> bool:
     """Whether tensors without values are in a value that can be kept."""
-    return any(isinstance(part, FakeTensor) for part in _leaves(value) or ())
+    return any(map(is_traced, leaves(value) or ()))
 
 
 def _is_container(value: Any) -> bool:
@@ -96,7 +111,7 @@ def _parts(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
-def _leaves(value: Any) -> list[Any] | None:
+def leaves(value: Any) -> list[Any] | None:
     """What is in containers in containers; None if it is too much."""
     todo, found = [value], []
     while todo:
@@ -138,39 +153,6 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if all(map(is_, parts, value)):
         return value
     return value._make(parts) if hasattr(value, "_make") else tuple(parts)
-
-
-def with_values(value: Any) -> Any:
-    """A value with zeros for tensors that have no values, such as a trace leaves behind."""
-
-    def zeros(tensor: Any) -> torch.Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-    with _disable_current_modes():
-        return kept(tree_map_only(FakeTensor, zeros, value))
-
-
-def is_made_of_nothing(value: Any) -> bool:
-    """Whether a trace has left tensors that depend on none of its inputs, as a cache of masks."""
-    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)]
-    mode = get_proxy_mode()
-    return bool(found) and mode is not None and not any(_has_inputs(t, mode.tracer) for t in found)
-
-
-def _has_inputs(tensor: torch.Tensor, tracer: Any) -> bool:
-    slot: Any = get_proxy_slot(tensor, tracer, None)
-    todo, seen = [] if slot is None else [slot.proxy.node], set()
-    while todo:
-        node = todo.pop()
-        if node.op in ("placeholder", "get_attr") or _is_random(node):
-            return True
-        seen.add(node)
-        todo += [each for each in node.all_input_nodes if each not in seen]
-    return slot is None
-
-
-def _is_random(node: torch.fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from devplace.graph.fusion.call import FusedCall
 from devplace.graph.fusion.group import Group, Unit
 from devplace.graph.graph import OpGraph
 from devplace.graph.overwrite import overwritten_sources
-from devplace.graph.program import Program
+from devplace.graph.program import Layouts, Program, layouts_of
 
 aten = torch.ops.aten
 # In a group layouts are the compiler's, so what was a view in the trace may need a copy.
@@ -51,7 +51,8 @@ def fused_program(
         bindings=tuple(replace(bindings[u], op=k) for u, k in home.items() if u in bindings),
         tensor_of=made.tensor_of,
         op_of=made.op_of,
-        random_ops=tuple(made.names.get(name, name) for name in old.random_ops),
+        random_ops={made.names.get(name, name): k for name, k in old.random_ops.items()},
+        layouts=made.layouts,
     )
 
 
@@ -88,6 +89,7 @@ class _Fusing:
         self.tensor_of: dict[str, int] = {}
         self.op_of: dict[str, int] = {}
         self.names: dict[str, str] = {}
+        self.layouts: dict[str, Layouts] = {}
         self._plain, self._fused = graph, fused
         self._tensor_of = tensor_of
         new = {tensor: old for old, tensor in tensor_of.items()}
@@ -105,6 +107,8 @@ class _Fusing:
             made = self.graph.node_copy(node, lambda other: self._values[other])
             self._values[node] = made
             self.names[node.name] = made.name
+            if node.name in self._plain.program.layouts:
+                self.layouts[made.name] = self._plain.program.layouts[node.name]
             if node.op == "placeholder":
                 self.op_of[made.name] = index
                 self.tensor_of[made.name] = self._fused.ops[index].outputs[0]
@@ -130,6 +134,7 @@ class _Fusing:
         )
         values = tuple(node.meta["val"] for node in outputs)
         call.meta.update(val=values[0] if len(values) == 1 else values)
+        self.layouts[call.name] = layouts_of(values)
         self.op_of[call.name] = index
         for place, node in enumerate(outputs):
             made = call

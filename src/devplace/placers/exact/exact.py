@@ -257,4 +257,4 @@ def _longest(problem: Problem) -> int:
     wires = problem.core.wires
     each = (wires.transfer_ns + wires.send_ns + wires.receive_ns).max(axis=0)
     moves = (each + int(wires.latency_ns.max(initial=0))).sum() * (len(wires.streams) - 1)
-    return int(wires.duration_ns.max(axis=1).sum() + moves)
+    return int(wires.duration_ns.max(axis=1).sum() + moves + wires.copy_ns.sum())

@@ -93,7 +93,11 @@ class StepModel:
         ]
         self._maker = self._tasks.carrier_maker.tolist()
         self.step = self.model.new_int_var(space.least_ns, space.horizon_ns, "step")
+        self.end_of_ops = self.step  # without the copies of the batch, which come first
+        if self._wires.copy_ns.any():
+            self.end_of_ops = self.model.new_int_var(0, space.horizon_ns, "end of ops")
         self._place()
+        self._copy()
         self._times()
         self.sent: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self._send()
@@ -151,7 +155,7 @@ class StepModel:
             self.begin.append(begin)
             end = model.new_int_var(0, horizon, f"f{v}")
             model.add(end == begin + length)
-            model.add(end <= self.step)
+            model.add(end <= self.end_of_ops)
             self.end.append(end)
         for v in range(len(self._source)):
             for i in range(self._tasks.in_ptr[v], self._tasks.in_ptr[v + 1]):
@@ -275,7 +279,7 @@ class StepModel:
                 model.add_no_overlap(intervals)
             else:
                 model.add_cumulative(intervals, [1] * len(intervals), int(wires.streams[d]))
-            model.add(sum(busy) <= int(wires.streams[d]) * self.step)
+            model.add(sum(busy) <= int(wires.streams[d]) * self.end_of_ops)
 
     def _occupied(self, v: int, d: int, length: int, x: Any) -> Any:
         """The op, and on a device with one stream what its sends take of it afterwards."""
@@ -364,7 +368,7 @@ class StepModel:
         """The storage's end: after its readers here, and after what is sent of it has arrived."""
         tasks, model = self._tasks, self.model
         if tasks.storage_held[storage]:
-            model.add(end >= self.step)
+            model.add(end >= self.end_of_ops)
         for carrier in range(tasks.out_ptr[maker], tasks.out_ptr[maker + 1]):
             if tasks.carrier_storage[carrier] != storage:
                 continue
@@ -380,6 +384,18 @@ class StepModel:
                         if self.on(maker, d) is not None
                         else sent
                     )
+
+    def _copy(self) -> None:
+        """The batch is copied to its devices before the first op begins."""
+        tasks, terms = self._tasks, []
+        for const in np.flatnonzero(self._wires.copy_ns.any(axis=1)).tolist():
+            users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]].tolist()
+            for d in self.problem.usable_devices:
+                is_there = self._any(users, d)
+                if is_there is not None:
+                    terms.append(int(self._wires.copy_ns[const, d]) * is_there)
+        if self.end_of_ops is not self.step:
+            self.model.add(self.step >= self.end_of_ops + sum(terms))
 
     def _constants(self, d: int) -> list[Any]:
         """Read-only sources with a reader here, and what is held where any task runs."""

@@ -13,6 +13,7 @@ from devplace.graph.fusion.call import one_or_all
 from devplace.kernels import kernel_of
 from devplace.kernels.fused import kernel_of_call
 from devplace.run.codegen import last_uses
+from devplace.run.copies import as_traced
 from devplace.run.cuda.clock import Clock
 from devplace.run.cuda.light import LightValues
 from devplace.run.cuda.random import RandomOps
@@ -109,6 +110,7 @@ class DevicePass:
         self._instructions = schedule.instructions[device]
         self._dead_after = last_uses(schedule, device)
         self._source_of = source_ops(schedule)
+        self._layouts = schedule.graph.program.layouts
         if clock is not None:
             clock.stamp("begin")
 
@@ -130,7 +132,9 @@ class DevicePass:
         elif kind == "receive":
             self._values[node] = self._carrier.receive(transfer)
         else:
-            self._values[node] = self._make(index, node)
+            made = self._make(index, node)
+            layouts = self._layouts.get(node.name)
+            self._values[node] = made if layouts is None else as_traced(made, layouts)
             self._note(node)
         for write in self._state.writes.after.get(index, ()):
             self._write(write)

@@ -309,11 +309,11 @@ class CudaExecutor:
             self._runner.close()
 
     def _make_random(self) -> dict[int, RandomOps]:
-        names = self.schedule.graph.program.random_ops
+        positions = self.schedule.graph.program.random_ops
         random = {}
         for index, device in self._all.items():
             used = {node.name for _, node, _ in self.schedule.instructions[index]}
-            random[index] = RandomOps(names, used, device.torch_device, self.seed)
+            random[index] = RandomOps(positions, used, device.torch_device, self.seed)
         return random
 
     def _make_runner(self, number: int) -> EagerRunner | GraphRunner:

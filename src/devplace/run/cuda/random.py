@@ -18,16 +18,18 @@ class RandomOps:
     own per op gives each op the numbers of its seed, in a graph and out of it.
 
     Args:
-        names: Names of the FX nodes that draw, in trace order over all devices.
+        positions: Name of each FX node that draws on any device -> position of its draw.
         used: Names of those on this device.
         device: Its torch device.
         seed: The user's seed.
     """
 
-    def __init__(self, names: Sequence[str], used: set[str], device: Any, seed: int) -> None:
+    def __init__(
+        self, positions: Mapping[str, int], used: set[str], device: Any, seed: int
+    ) -> None:
         self._device = device
         self._seed = seed
-        self._positions = {name: k for k, name in enumerate(names) if name in used}
+        self._positions = {name: k for name, k in positions.items() if name in used}
         self._generators = {name: torch.Generator(device) for name in self._positions}
 
     def start_step(self, number: int) -> None:

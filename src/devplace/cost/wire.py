@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from devplace.auto.sources import Source
+from devplace.cost.sources import Source
 from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.graph.fx_data import NodeData, graph_from_data, nodes_as_data
@@ -30,7 +30,7 @@ def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
 
     Args:
         graph: The captured step.
-        sources: Of `step_sources`.
+        sources: Of `step_sources` or `example_sources`.
 
     Raises:
         InputError: Something in the graph cannot be sent, such as an op that is a local function.
@@ -39,7 +39,8 @@ def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
     facts = {
         "tensor_of": dict(program.tensor_of),
         "op_of": dict(program.op_of),
-        "random_ops": program.random_ops,
+        "random_ops": dict(program.random_ops),
+        "layouts": dict(program.layouts),
         "training": program.training,
         "device": program.device,
     }
@@ -55,14 +56,18 @@ def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
         ) from error
 
 
-def unpack(data: bytes) -> tuple[OpGraph, dict[int, Source]]:
+def unpack(data: bytes, keeps_unknown: bool = False) -> tuple[OpGraph, dict[int, Source]]:
     """What `pack` made bytes of; the program can be scheduled and run, not compiled.
+
+    Args:
+        data: Of `pack`.
+        keeps_unknown: Whether ops that are not known here stay, as an `UnknownOp`.
 
     Raises:
         InputError: An op is not known in this process.
     """
     sent: _Sent = pickle.loads(data)
     bindings = tuple(Binding(op, kind, key, slot) for op, kind, key, slot in sent.bindings)  # type: ignore[arg-type]
-    module = SimpleNamespace(graph=graph_from_data(sent.nodes))
+    module = SimpleNamespace(graph=graph_from_data(sent.nodes, keeps_unknown))
     program = Program(module=module, bindings=bindings, scalars=lambda *_: {}, **sent.facts)
     return dataclasses.replace(sent.graph, program=program), sent.sources

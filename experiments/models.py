@@ -1,0 +1,248 @@
+"""Which models can be captured: small ones of many kinds, trained placed and eagerly in float64.
+
+Each model of `zoo` is captured with AdamW, placed at random on two CPU devices of unequal speed,
+run for three steps and compared with eager: losses, parameters, buffers. A model that draws random
+numbers is compared with the unplaced step instead. Every model has a child process of its own with
+a time limit. Writes docs/results/models.json and .md.
+
+Run: `python experiments/models.py [--only hand/,checkpointed/] [--seconds 120] [--note TEXT]`;
+transformers, torchvision and timm are used where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from common import RESULTS, provenance, write
+
+SEED = 0
+STEPS = 3
+SLOWER = 3
+"""How many times slower the second device is."""
+TOLERANCE = {"torch.float64": 1e-9, "torch.float32": 1e-4}
+"""Largest error of a loss, parameter or buffer, relative to the largest value of its tensor."""
+RIGHT = (
+    "Control flow must not depend on tensor values",
+    "Shapes must not depend on values",
+    "Control flow as an operator",
+    "Random decisions on the host",
+    "A custom operator needs a fake kernel",
+)
+"""Beginnings of refusals that are right: values decide, or kernels of other libraries."""
+AGAIN = ("failed", "no answer", "other", "no eager run")
+"""What `--again` runs again."""
+LAST = "RESULT "
+
+
+def unequal() -> Any:
+    """Two CPU devices, the second slower."""
+    import msgspec
+
+    from devplace.machine import load_machine
+
+    machine = load_machine("cpux2")
+    first, second = machine.devices
+    slow = msgspec.structs.replace(
+        second,
+        flops_per_s={kind: rate // SLOWER for kind, rate in second.flops_per_s.items()},
+        bytes_per_s=second.bytes_per_s // SLOWER,
+    )
+    return dataclasses.replace(machine, name="unequal", devices=(first, slow))
+
+
+def run_one(name: str) -> dict[str, Any]:
+    """Capture, plan, run and compare one model."""
+    import torch
+    from zoo import cases
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    case = cases()[name]()
+    eager = copy.deepcopy(case.model)
+    losses = []
+    try:
+        optimizer = _adamw(eager)
+        for _ in range(STEPS):
+            loss = _loss(case, eager)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    except Exception as error:  # not a model of ours: say so
+        return {"status": "no eager run", "why": f"{type(error).__name__}: {error}"[:300]}
+    return _placed(case, eager, losses)
+
+
+def _adamw(model: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def _loss(case: Any, model: Any) -> Any:
+    is_named = isinstance(case.inputs, dict)
+    args, kwargs = ((), case.inputs) if is_named else (case.inputs, {})
+    return case.loss_fn(model, *args, **kwargs) if case.loss_fn else model(*args, **kwargs).loss
+
+
+def _placed(case: Any, eager: Any, losses: list[float]) -> dict[str, Any]:
+    import devplace as dp
+    from devplace.errors import CaptureError
+    from devplace.run.planned import check_plan
+
+    optimizer = _adamw(case.model)
+    begin = time.perf_counter()
+    try:
+        graph = dp.capture(case.model, case.inputs, case.loss_fn, optimizer)
+    except CaptureError as error:
+        return {"status": "refused", "why": str(error), "right": str(error).startswith(RIGHT)}
+    found = {"ops": len(graph.ops), "capture_s": round(time.perf_counter() - begin, 2)}
+    machine = unequal()
+    problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
+    plan = dp.place(problem, dp.placers.Random(), "5ev", seed=SEED).plan
+    if case.draws:
+        check_plan(plan, graph, case.model, optimizer, case.inputs)
+        return found | {"status": "equal to unplaced"}
+    is_named = isinstance(case.inputs, dict)
+    args, kwargs = ((), case.inputs) if is_named else (case.inputs, {})
+    with dp.compile(case.model, plan) as step:
+        placed = [float(step(*args, **kwargs)) for _ in range(STEPS)]
+        step.sync()
+    error = max(
+        [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(placed, losses, strict=True)]
+        + _errors(case.model, eager)
+    )
+    status = "bit-equal" if error == 0 else "equal"
+    return found | {
+        "status": status if error <= TOLERANCE[str(case.dtype)] else "other",
+        "error": error,
+    }
+
+
+def _errors(model: Any, eager: Any) -> list[float]:
+    """Of each parameter and buffer, relative to its largest value."""
+    mine, theirs = model.state_dict(), eager.state_dict()
+    pairs = [(mine[name].double(), theirs[name].double()) for name in theirs]
+    return [
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs if b.numel()
+    ]
+
+
+def child(name: str, seconds: float) -> dict[str, Any]:
+    """One model in a process of its own."""
+    begin = time.perf_counter()
+    command = [sys.executable, __file__, "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"name": name, "status": "no answer", "why": f"after {seconds:g} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith(LAST)]
+    if not lines:
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
+        return {"name": name, "status": "failed", "why": why}
+    found = json.loads(lines[-1].removeprefix(LAST))
+    return {"name": name, **found, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def table(data: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    rows = [row for row in data["rows"] if row["status"] != "no eager run"]
+    runs = [r for r in rows if r["status"] in ("bit-equal", "equal", "equal to unplaced")]
+    right = [r for r in rows if r.get("right")]
+    rest = len(rows) - len(right)
+    count = {
+        s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)
+    }
+    lines = [
+        "# Models that can be captured",
+        "",
+        f"{len(rows)} small models, AdamW, float64, placed at random on two CPU devices of which "
+        f"one is {SLOWER} times slower, {STEPS} steps beside eager "
+        f"(`experiments/models.py`, seed {SEED}, commit {data['provenance']['commit']}, torch "
+        f"{data['provenance']['torch']}, {_libraries(data)}).",
+        "",
+        f"{len(runs)} run: {', '.join(f'{n} {s}' for s, n in count.items() if n)}. "
+        f"{len(right)} are rightly refused; of the other {rest}, "
+        f"{100 * len(runs) / max(1, rest):.1f} % run.",
+        "",
+        "| model | what | why | judged |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        if row not in runs:
+            judged = "right" if row.get("right") else "to be done"
+            why = row.get("why") or f"error {row.get('error', 0):.1e}"
+            lines.append(
+                f"| {row['name']} | {row['status']} | {why.replace('|', '/')} | {judged} |"
+            )
+    lines += [
+        "",
+        "| model | ops | capture, s | result | largest relative error |",
+        "|---|---|---|---|---|",
+    ]
+    for row in runs:
+        error = f"{row['error']:.1e}" if row.get("error") else "0" if "error" in row else "-"
+        lines.append(
+            f"| {row['name']} | {row['ops']} | {row['capture_s']} | {row['status']} | {error} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _libraries(data: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in data["libraries"].items())
+
+
+def main() -> None:
+    """Run all models; results are written after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", default="")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--again", action="store_true", help="keep rows that ran, run the others")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--note", default="")
+    options = parser.parse_args()
+    if options.one:
+        print(LAST + json.dumps(run_one(options.one)), flush=True)
+        return
+    from zoo import cases
+
+    libraries = {}
+    for library in ("transformers", "torchvision", "timm"):
+        try:
+            libraries[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    made, wanted = provenance(), tuple(options.only.split(","))
+    rows = {}
+    if options.again:
+        kept = json.loads((RESULTS / "models.json").read_text())["rows"]
+        rows = {row["name"]: row for row in kept if row["status"] not in AGAIN}
+    for name in cases():
+        if not name.startswith(wanted) or name in rows:
+            continue
+        rows[name] = child(name, options.seconds)
+        print(name, rows[name]["status"], rows[name].get("why", ""), flush=True)
+        data = {
+            "provenance": made,
+            "libraries": libraries,
+            "seed": SEED,
+            "steps": STEPS,
+            "note": options.note,
+            "rows": list(rows.values()),
+        }
+        write("models", data)
+        (RESULTS / "models.md").write_text(table(data))
+
+
+if __name__ == "__main__":
+    main()

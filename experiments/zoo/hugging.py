@@ -1,0 +1,298 @@
+"""Models of Transformers at small size."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from zoo.case import Case, ints, square, without_dropout
+from zoo.vision import import_torchvision
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "dim": 32,
+    "embedding_size": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "d_ff": 48,
+    "d_kv": 8,
+    "head_dim": 8,
+    "hidden_dim": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_decoder_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "sliding_window": 4,
+    "state_size": 8,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_channels": 3,
+    "layerdrop": 0.0,
+    "num_labels": 5,
+}
+"""What every configuration gets of what it knows."""
+
+
+def _config(kind: Any, over: dict[str, Any]) -> Any:
+    """A small configuration of a class."""
+    known = set(inspect.signature(kind.__init__).parameters) | set(
+        getattr(kind, "__annotations__", {})
+    )
+    for base in kind.__mro__:
+        known |= set(getattr(base, "__annotations__", {}))
+    known |= {name for name in SMALL if hasattr(kind(), name)}
+    computed = {name for name in SMALL if isinstance(getattr(kind, name, None), property)}
+    small = {name: value for name, value in SMALL.items() if name in known - computed}
+    return kind(**{name: v for name, v in {**small, **over}.items() if v is not None})
+
+
+def _tokens(rows: int = 2, length: int = 8) -> torch.Tensor:
+    return ints(60, rows, length) + 3
+
+
+def _batch(kind: str) -> dict[str, torch.Tensor]:
+    """A batch by the kind of model."""
+    if kind == "lm":
+        tokens = _tokens()
+        return {"input_ids": tokens, "labels": tokens}
+    if kind == "padded":
+        mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+        return {"input_ids": _tokens(), "attention_mask": mask, "labels": ints(5, 2)}
+    if kind == "class":
+        return {"input_ids": _tokens(), "labels": ints(5, 2)}
+    if kind == "seq2seq":
+        return {"input_ids": _tokens(), "labels": _tokens(2, 6)}
+    if kind == "image":
+        return {"pixel_values": torch.randn(2, 3, 32, 32).double(), "labels": ints(5, 2)}
+    if kind == "pixels":
+        return {"pixel_values": torch.randn(2, 3, 32, 32).double()}
+    if kind == "masked":
+        mask = torch.zeros(2, 16, dtype=torch.bool)
+        mask[:, ::3] = True
+        return {"pixel_values": torch.randn(2, 3, 32, 32).double(), "bool_masked_pos": mask}
+    if kind == "audio":
+        return {"input_values": torch.randn(2, 1600).double(), "labels": ints(2, 2)}
+    if kind == "text":
+        return {"input_ids": _tokens()}
+    raise ValueError(kind)
+
+
+def _make(name: str, kind: str, over: dict[str, Any]) -> Case:
+    if find_spec("torchvision"):
+        import_torchvision()
+    import transformers
+
+    model_kind = getattr(transformers, name)
+    config = _config(model_kind.config_class, over)
+    if kind == "seq2seq":
+        config.decoder_start_token_id = config.pad_token_id = 0
+    for key in list(vars(config)):
+        is_rate = "drop" in key and isinstance(getattr(config, key), float)
+        if is_rate:
+            setattr(config, key, 0.0)
+    model = without_dropout(model_kind(config).double()).train()
+    batch = _batch(kind)
+    loss_fn = None if "labels" in batch or kind == "masked" else square
+    if name in _GROUPED:
+        return Case(model.float(), batch, loss_fn, dtype=torch.float32)
+    return Case(model, batch, loss_fn, draws=name in _DRAWS)
+
+
+_LINES = """
+lm: LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM GemmaForCausalLM
+lm: Gemma2ForCausalLM PhiForCausalLM Phi3ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM
+lm: OPTForCausalLM BloomForCausalLM FalconForCausalLM StableLmForCausalLM OlmoForCausalLM
+lm: Olmo2ForCausalLM CohereForCausalLM GraniteForCausalLM Starcoder2ForCausalLM MptForCausalLM
+lm: XGLMForCausalLM PersimmonForCausalLM NemotronForCausalLM GlmForCausalLM HeliumForCausalLM
+lm: SmolLM3ForCausalLM BioGptForCausalLM CodeGenForCausalLM
+lm: MixtralForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM OlmoeForCausalLM
+lm: GptOssForCausalLM PhimoeForCausalLM
+lm: MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM RecurrentGemmaForCausalLM
+lm: BertForMaskedLM AlbertForMaskedLM ElectraForMaskedLM RobertaForMaskedLM MPNetForMaskedLM
+lm: FNetForMaskedLM RoFormerForMaskedLM MobileBertForMaskedLM SqueezeBertForMaskedLM
+lm: DistilBertForMaskedLM DebertaV2ForMaskedLM NystromformerForMaskedLM EsmForMaskedLM
+padded: BertForSequenceClassification XLNetForSequenceClassification
+padded: DebertaForSequenceClassification FunnelForSequenceClassification
+padded: ConvBertForSequenceClassification ModernBertForSequenceClassification
+padded: CanineForSequenceClassification
+seq2seq: T5ForConditionalGeneration BartForConditionalGeneration MBartForConditionalGeneration
+seq2seq: PegasusForConditionalGeneration MarianMTModel M2M100ForConditionalGeneration
+seq2seq: BlenderbotSmallForConditionalGeneration ProphetNetForConditionalGeneration
+seq2seq: LongT5ForConditionalGeneration SwitchTransformersForConditionalGeneration
+seq2seq: LEDForConditionalGeneration
+image: ViTForImageClassification DeiTForImageClassification BeitForImageClassification
+image: SwinForImageClassification Swinv2ForImageClassification ConvNextForImageClassification
+image: ResNetForImageClassification RegNetForImageClassification PoolFormerForImageClassification
+image: MobileNetV2ForImageClassification MobileViTForImageClassification
+image: Dinov2ForImageClassification LevitForImageClassification CvtForImageClassification
+image: PvtV2ForImageClassification SegformerForImageClassification HieraForImageClassification
+masked: BeitForMaskedImageModeling ViTForMaskedImageModeling
+pixels: ViTMAEForPreTraining DetrForObjectDetection YolosForObjectDetection
+audio: Wav2Vec2ForSequenceClassification HubertForSequenceClassification
+audio: WavLMForSequenceClassification
+"""
+_GROUPED = (
+    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
+    *("GptOssForCausalLM", "PhimoeForCausalLM"),
+)
+"""Their experts are grouped products, which have no kernel in float64."""
+_DRAWS = ("ViTMAEForPreTraining",)
+"""They draw what is masked."""
+_OVER: dict[str, dict[str, Any]] = {
+    "BloomForCausalLM": {"hidden_size": 32},
+    "MptForCausalLM": {"d_model": 32},
+    "MobileBertForMaskedLM": {"intra_bottleneck_size": 16, "num_feedforward_networks": 1},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    "SwinForImageClassification": {
+        "num_layers": None,
+        "patch_size": 2,
+        "embed_dim": 8,
+        "window_size": 4,
+        "depths": [1, 1],
+        "num_heads": [1, 2],
+    },
+    "Swinv2ForImageClassification": {
+        "num_layers": None,
+        "patch_size": 2,
+        "embed_dim": 8,
+        "window_size": 4,
+        "depths": [1, 1],
+        "num_heads": [1, 2],
+    },
+    "ConvNextForImageClassification": {
+        "patch_size": 4,
+        "hidden_sizes": [8, 8, 16, 16],
+        "depths": [1, 1, 1, 1],
+    },
+    "ResNetForImageClassification": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    },
+    "RegNetForImageClassification": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "groups_width": 8,
+    },
+    "PoolFormerForImageClassification": {
+        "patch_size": 16,
+        "hidden_sizes": [8, 8, 16, 16],
+        "depths": [1, 1, 1, 1],
+    },
+    "PvtV2ForImageClassification": {
+        "hidden_sizes": [8, 8, 16, 16],
+        "depths": [1, 1, 1, 1],
+        "num_attention_heads": [1, 1, 2, 2],
+        "patch_sizes": [7, 3, 3, 3],
+    },
+    "SegformerForImageClassification": {
+        "hidden_sizes": [8, 8, 16, 16],
+        "depths": [1, 1, 1, 1],
+        "num_attention_heads": [1, 1, 2, 2],
+        "patch_sizes": [7, 3, 3, 3],
+    },
+    "CvtForImageClassification": {
+        "patch_sizes": [7, 3, 3],
+        "embed_dim": [8, 16, 16],
+        "num_heads": [1, 1, 2],
+        "depth": [1, 1, 1],
+    },
+    "HieraForImageClassification": {
+        "embed_dim": 8,
+        "image_size": [32, 32],
+        "patch_size": [7, 7],
+        "depths": [1, 1],
+        "num_heads": [1, 1],
+        "masked_unit_size": [4, 4],
+        "query_stride": [2, 2],
+        "num_query_pool": 1,
+    },
+    "DetrForObjectDetection": {
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone": None,
+        "num_queries": 4,
+    },
+    "YolosForObjectDetection": {"image_size": [32, 32], "num_detection_tokens": 4},
+    **{
+        name: {
+            "conv_dim": (8, 8),
+            "conv_kernel": (8, 4),
+            "conv_stride": (8, 4),
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 16,
+            "num_conv_pos_embedding_groups": 2,
+            "apply_spec_augment": False,
+            "classifier_proj_size": 8,
+            "hidden_size": 32,
+        }
+        for name in (
+            "Wav2Vec2ForSequenceClassification",
+            "HubertForSequenceClassification",
+            "WavLMForSequenceClassification",
+        )
+    },
+    "FunnelForSequenceClassification": {"block_sizes": [1, 1], "d_inner": 48, "d_head": 8},
+    "LEDForConditionalGeneration": {
+        "attention_window": 4,
+        "max_encoder_position_embeddings": 64,
+        "max_decoder_position_embeddings": 64,
+    },
+    "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"], "lru_width": 32},
+    "SwitchTransformersForConditionalGeneration": {
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+    },
+    "NystromformerForMaskedLM": {"num_landmarks": 4, "segment_means_seq_len": 8},
+    "ViTMAEForPreTraining": {
+        "decoder_hidden_size": 32,
+        "decoder_num_hidden_layers": 1,
+        "decoder_num_attention_heads": 4,
+        "decoder_intermediate_size": 48,
+    },
+    "EsmForMaskedLM": {"position_embedding_type": "rotary", "mask_token_id": 3},
+    "BeitForMaskedImageModeling": {"vocab_size": 67, "use_mask_token": True},
+}
+
+
+def cases() -> dict[str, Callable[[], Case]]:
+    """Name of the class -> what makes the case."""
+    found: dict[str, Callable[[], Case]] = {}
+    for line in _LINES.strip().splitlines():
+        kind, _, names = line.partition(":")
+        for name in names.split():
+            found[name] = functools.partial(_make, name, kind, _OVER.get(name, {}))
+    return found

@@ -1,0 +1,99 @@
+"""What belongs to the training loop while a step runs: generators, clocks, loss scalers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from devplace.errors import CaptureError
+
+_LATER_S = 3e7
+"""How much later it is in the second run, by the functions of `time`."""
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time")
+
+
+@contextlib.contextmanager
+def host_watched(
+    drawn: Callable[[Any], Any], place: Callable[[], str], is_second: bool = False
+) -> Iterator[None]:
+    """Refuse draws from the generators of Python's and NumPy's modules, and tell of others.
+
+    Args:
+        drawn: Gets each value that an object of `random.Random` gives.
+        place: Tells where the step is.
+        is_second: Whether it is later by the clock than it is.
+    """
+
+    def refused(function: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise draws_on_host(place())
+
+        return call
+
+    def told(function: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: drawn(function(*args, **kwargs))
+
+    def unscaled(function: Any) -> Callable[..., Any]:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            if scaler.is_enabled():
+                raise _scaled(place())
+            return function(scaler, outputs)
+
+        return scale
+
+    def later(function: Any) -> Callable[[], float]:
+        return lambda: float(function()) + _LATER_S
+
+    numpy_random: Any = sys.modules.get("numpy.random")
+    with contextlib.ExitStack() as stack:
+
+        def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
+
+        put(torch.amp.GradScaler, "scale", unscaled)
+        for kind in (random.Random, random.SystemRandom):
+            for name in ("random", "getrandbits"):
+                put(kind, name, told)
+        globals_ = [(random, random.Random)]
+        if numpy_random is not None:
+            globals_.append((numpy_random, numpy_random.RandomState))
+        for module, kind in globals_:
+            for name, function in tuple(vars(module).items()):
+                if isinstance(getattr(function, "__self__", None), kind):
+                    put(module, name, refused)
+        for name in _CLOCKS if is_second else ():
+            put(time, name, later)
+        yield
+
+
+def global_generators() -> list[tuple[str, Any]]:
+    """Generators that the functions of Python's and NumPy's modules draw from, by name."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    own: Any = random.random
+    found = [("random", own.__self__)]
+    return found + ([("numpy.random", numpy_random.mtrand._rand)] if numpy_random else [])
+
+
+def draws_on_host(where: str, name: str = "") -> CaptureError:
+    """Error for a draw from a generator of Python's or NumPy's, which may have a name."""
+    generator = f" ({name})" if name else ""
+    return CaptureError(
+        f"Random decisions on the host would be frozen by capture: {where} draws from Python's or "
+        f"NumPy's generator{generator}. Draw with torch, or decide outside the step and pass it as "
+        f"an input."
+    )
+
+
+def _scaled(where: str) -> CaptureError:
+    return CaptureError(
+        f"The loss must be returned unscaled: {where} calls GradScaler.scale, and a step updates "
+        f"with the gradients of what it is given. Return the loss itself; with "
+        f"autocast=torch.bfloat16 no scaling is needed."
+    )
