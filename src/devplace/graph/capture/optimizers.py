@@ -287,7 +287,8 @@ def make_update(
                 raise CaptureError(
                     f"The optimizer must train parameters of the model: a parameter of shape "
                     f"{tuple(param.shape)} in group {index} is not in it. Build the optimizer from "
-                    f"this model's parameters (after wrapping or moving it)."
+                    f"this model's parameters (after wrapping or moving it); to train a criterion "
+                    f"too, capture one module that holds model and criterion."
                 )
             _refuse_parameter(name, param)
             if name in rules:
