@@ -74,7 +74,7 @@ def test_compare_json_has_the_fixed_form(folder: Path) -> None:
         assert isinstance(row["transfer_bytes"], int)
         assert row["evaluations"] <= 60
     step = {row["placer"]: row["step_ns"] for row in data["rows"] if row["step_ns"] is not None}
-    assert step["search"] == min(step.values())
+    assert step["search"] == min(ns for placer, ns in step.items() if placer != "exact")
 
 
 UNROLLED = """

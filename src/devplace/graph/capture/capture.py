@@ -39,12 +39,13 @@ from devplace.graph.capture.refuse import (
     refuse_written_inputs,
     unwrap,
 )
+from devplace.graph.capture.request import Input, Request
 from devplace.graph.capture.several import as_one
 from devplace.graph.capture.sources import Sources, find_sources
 from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
-from devplace.graph.capture.step import Input, Request, Step
+from devplace.graph.capture.step import Step
 from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
 from devplace.graph.capture.values import shown

@@ -9,7 +9,7 @@ import torch
 
 from devplace.graph.capture.analysis import count_flops
 from devplace.graph.capture.layouts import propagate
-from devplace.graph.capture.step import Input
+from devplace.graph.capture.request import Input
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten

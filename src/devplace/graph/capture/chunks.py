@@ -16,7 +16,8 @@ from devplace.graph.capture.chunk_loss import Whole
 from devplace.graph.capture.compare import Numbers, Values, difference, numbers, part
 from devplace.graph.capture.evaluate import KernelError, NotEvaluatedError
 from devplace.graph.capture.refuse import NotInChunksError
-from devplace.graph.capture.step import Request, Step
+from devplace.graph.capture.request import Request
+from devplace.graph.capture.step import Step
 
 Traced: TypeAlias = tuple[Step, torch.fx.GraphModule]
 Trace: TypeAlias = Callable[[Request], Traced]

@@ -10,7 +10,7 @@ import torch
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.analysis import NO_OPS, SILENT_MUTATORS, is_random, mutates
-from devplace.graph.capture.step import Input
+from devplace.graph.capture.request import Input
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten

@@ -10,7 +10,8 @@ import torch
 
 from devplace.graph.capture.analysis import results
 from devplace.graph.capture.evaluate import NotEvaluatedError, evaluate, why_too_large
-from devplace.graph.capture.step import Request, Step
+from devplace.graph.capture.request import Request
+from devplace.graph.capture.step import Step
 
 Node: TypeAlias = torch.fx.Node
 EXACT, ROUNDED = 1e-7, 3e-2

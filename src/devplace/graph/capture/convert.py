@@ -22,8 +22,9 @@ from devplace.graph.capture.analysis import (
 )
 from devplace.graph.capture.layouts import counted
 from devplace.graph.capture.refuse import own_generator
+from devplace.graph.capture.request import Input, Output, Request, source_name
 from devplace.graph.capture.sources import memory
-from devplace.graph.capture.step import Input, Output, Request, Step, source_name
+from devplace.graph.capture.step import Step
 from devplace.graph.capture.strides import unsure
 from devplace.graph.capture.tags import describe_place
 from devplace.graph.capture.values import ANYTHING, mapped

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
-from devplace.graph.capture.batch import Batch, check_leaf, leaf_names, open_objects
-from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, Whole, joined
+from devplace.graph.capture.batch import check_leaf, leaf_names, open_objects
+from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, joined
 from devplace.graph.capture.fakes import Fakes
 from devplace.graph.capture.guards.host import draws_on_host, host_watched
 from devplace.graph.capture.guards.state import Executed, Outliving, followed, left_alone
@@ -26,83 +26,16 @@ from devplace.graph.capture.loss import (
     refuse_learned_weight,
     refuse_lost_gradients,
 )
-from devplace.graph.capture.optimizers import Update
 from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.reads import Reads, Variable
-from devplace.graph.capture.sources import Slots, Sources, plain_tensors
+from devplace.graph.capture.request import Input, Output, Request, source_name
+from devplace.graph.capture.sources import Slots, plain_tensors
 from devplace.graph.capture.tags import Tagger, describe_place, user_line
 from devplace.graph.capture.values import differs, kept
-from devplace.graph.graph import ResultRole
-from devplace.graph.program import BindingKind, Constant
+from devplace.graph.program import Constant
 
 Tensors = list[torch.Tensor]
 Given = dict[str, dict[Any, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Input:
-    """One flat input of the step: see `Binding`."""
-
-    kind: BindingKind
-    key: str
-    slot: str | int = ""
-
-
-@dataclass(frozen=True)
-class Output:
-    """One flat output of the step; `replaces` is the flat input it takes the place of, or -1."""
-
-    role: ResultRole | str
-    name: str
-    replaces: int = -1
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be captured.
-
-    Attributes:
-        model: The module.
-        call: Function of the batch to what the loss function (or the model) returns.
-        sources: The model's parameters and buffers.
-        batch: The flattened example batch.
-        mode: `train`, `eval-loss` or `inference`.
-        update: The optimizer, for training.
-        clip_grad_norm: Largest global 2-norm of the gradients, if they are clipped.
-        autocast: Low-precision dtype of the forward pass, if any.
-        device_type: torch device type to capture for.
-        optimizer: The user's optimizer, kept for the program.
-        loss_fn: As the user gave it.
-        adds_up: Whether the loss of the batch is the sum of those of its chunks, not their mean.
-        stack_gradients: Whether products of a weight's gradient are stacked.
-        fuse: Whether the step is made ready to be fused.
-        stack_inputs: Whether products of inputs with one weight are made one.
-        has_gradients: Whether operations can be differentiated: in training, and where the model
-            itself takes derivatives by its inputs.
-        whole: Of micro-batches, what the step of the whole batch says.
-        is_compared: Whether the step also gives what micro-batches are compared by (`Step.extra`).
-        compares_batches: Whether micro-batches must compute what the whole batch does.
-    """
-
-    model: torch.nn.Module
-    call: Callable[..., Any]
-    sources: Sources
-    batch: Batch
-    mode: str
-    update: Update | None = None
-    clip_grad_norm: float | None = None
-    autocast: torch.dtype | None = None
-    device_type: str = "cpu"
-    optimizer: Any = None
-    loss_fn: Any = None
-    adds_up: bool = False
-    stack_gradients: bool = False
-    fuse: bool = False
-    stack_inputs: bool = False
-    has_gradients: bool = False
-    whole: Whole = field(default_factory=Whole)
-    is_compared: bool = False
-    compares_batches: bool = True
 
 
 @dataclass
@@ -611,12 +544,3 @@ def _require_weight(weight: torch.Tensor | None) -> torch.Tensor:
     if weight is None:
         raise CaptureError("loss_fn must return a pair (loss_sum, weight) for every micro-batch.")
     return weight
-
-
-def source_name(entry: Input) -> str:
-    """Name of the source op of an input of the step."""
-    if entry.kind in ("parameter", "buffer"):
-        return entry.key
-    if entry.kind == "state":
-        return f"{entry.slot}[{entry.key}]"
-    return f"{entry.kind}[{entry.key}]"
