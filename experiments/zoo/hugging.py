@@ -59,7 +59,6 @@ SMALL: dict[str, Any] = {
     "patch_size": 8,
     "num_channels": 3,
     "layerdrop": 0.0,
-    "num_labels": 5,
 }
 """What every configuration gets of what it knows."""
 
@@ -88,13 +87,13 @@ def _batch(kind: str) -> dict[str, torch.Tensor]:
         return {"input_ids": tokens, "labels": tokens}
     if kind == "padded":
         mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-        return {"input_ids": _tokens(), "attention_mask": mask, "labels": ints(5, 2)}
+        return {"input_ids": _tokens(), "attention_mask": mask, "labels": ints(2, 2)}
     if kind == "class":
-        return {"input_ids": _tokens(), "labels": ints(5, 2)}
+        return {"input_ids": _tokens(), "labels": ints(2, 2)}
     if kind == "seq2seq":
         return {"input_ids": _tokens(), "labels": _tokens(2, 6)}
     if kind == "image":
-        return {"pixel_values": torch.randn(2, 3, 32, 32).double(), "labels": ints(5, 2)}
+        return {"pixel_values": torch.randn(2, 3, 32, 32).double(), "labels": ints(2, 2)}
     if kind == "pixels":
         return {"pixel_values": torch.randn(2, 3, 32, 32).double()}
     if kind == "masked":
@@ -176,6 +175,7 @@ _OVER: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
     "SwinForImageClassification": {
         "num_layers": None,
+        "num_attention_heads": None,
         "patch_size": 2,
         "embed_dim": 8,
         "window_size": 4,
@@ -184,6 +184,7 @@ _OVER: dict[str, dict[str, Any]] = {
     },
     "Swinv2ForImageClassification": {
         "num_layers": None,
+        "num_attention_heads": None,
         "patch_size": 2,
         "embed_dim": 8,
         "window_size": 4,
