@@ -168,29 +168,22 @@ _GROUPED = (
 """Their experts are grouped products, which have no kernel in float64."""
 _DRAWS = ("ViTMAEForPreTraining",)
 """They draw what is masked."""
+_SWIN = {
+    "num_layers": None,
+    "num_attention_heads": None,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "window_size": 4,
+    "depths": [1, 1],
+    "num_heads": [1, 2],
+}
 _OVER: dict[str, dict[str, Any]] = {
     "BloomForCausalLM": {"hidden_size": 32},
     "MptForCausalLM": {"d_model": 32},
     "MobileBertForMaskedLM": {"intra_bottleneck_size": 16, "num_feedforward_networks": 1},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
-    "SwinForImageClassification": {
-        "num_layers": None,
-        "num_attention_heads": None,
-        "patch_size": 2,
-        "embed_dim": 8,
-        "window_size": 4,
-        "depths": [1, 1],
-        "num_heads": [1, 2],
-    },
-    "Swinv2ForImageClassification": {
-        "num_layers": None,
-        "num_attention_heads": None,
-        "patch_size": 2,
-        "embed_dim": 8,
-        "window_size": 4,
-        "depths": [1, 1],
-        "num_heads": [1, 2],
-    },
+    "SwinForImageClassification": _SWIN,
+    "Swinv2ForImageClassification": _SWIN,
     "ConvNextForImageClassification": {
         "patch_size": 4,
         "hidden_sizes": [8, 8, 16, 16],

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from devplace.cost import pricing
 from devplace.cost.pricing import Priced, Pricing
 from devplace.cost.signature import OpCall, op_calls
 from devplace.graph import OpGraph
@@ -36,8 +38,8 @@ class Card:
 
     def price(self, step: OpGraph, seconds: float = 9.0) -> Priced:
         """Times of all ops."""
-        pricing = Pricing(seconds, self.path, "a card", self._time, [], self._slow_down)
-        return pricing.price(step, op_calls(step), {}, np.ones(len(step.ops), np.int64))
+        made = Pricing(seconds, self.path, "a card", self._time, [], self._slow_down)
+        return made.price(step, op_calls(step), {}, np.ones(len(step.ops), np.int64))
 
     def _time(self, call: OpCall) -> tuple[int, int]:
         return NS[str(call.target)], 0
@@ -74,3 +76,12 @@ def test_the_factor_is_kept_for_its_step(tmp_path: Path) -> None:
     assert len(card.steps) == 1
     card.price(graph(2))
     assert len(card.steps) == 2
+
+
+def test_of_a_long_step_a_part_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fourth op of one that takes three and a half times as long as a round may."""
+    whole_ns = 6 * sum(NS.values())
+    monkeypatch.setattr(pricing, "MOST_SUSTAINED_NS", whole_ns * 2 // 7)
+    card = Card(None)
+    card.price(graph(6))
+    assert card.steps == [([*NS] * 6)[::4]]

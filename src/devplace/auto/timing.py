@@ -166,13 +166,13 @@ def time_steps(
         run: Starts a step.
         wait: Waits for all steps started.
         seconds: How long to time, about, s; at least two steps are timed, after one.
-        warm_up_s: For how long steps are run before, s.
+        warm_up_s: For how long steps are run before, s; the last one may end later.
     """
     run()  # makes CUDA graphs, loads kernels
     wait()
     until = time.monotonic() + warm_up_s
     while time.monotonic() < until:
-        _round_ns(run, wait, 4)
+        _round_ns(run, wait, 1)
     once_ns = max(1, _round_ns(run, wait, 1))
     affordable = int(seconds * NS_PER_S) // once_ns
     if affordable < ROUNDS:

@@ -24,6 +24,8 @@ I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], tuple[int, int]]
 """Times a call: ns, and bytes of its workspace. A `MeasuringError` ends the measuring, any other
 error is this call's."""
+MOST_SUSTAINED_NS = 250_000_000
+"""Of longer steps every second, third, ... op is repeated."""
 SlowDown = Callable[[Sequence[OpCall]], float]
 """Calls of a step in order -> by what factor it slows down where it is repeated without a pause."""
 
@@ -101,7 +103,9 @@ class Pricing:
                 warm_ns[index] = min(compute_ns[index], known[warm.key][0])
                 cold_ns[index] = max(compute_ns[index], known[cold.key][0])
         if self.slow_down is not None:
-            factor = self._sustained([calls[i] for i in sorted(calls) if calls[i].key in known])
+            timed = [calls[i] for i in sorted(calls) if calls[i].key in known]
+            whole_ns = sum(known[call.key][0] for call in timed)
+            factor = self._sustained(timed[:: 1 + whole_ns // MOST_SUSTAINED_NS])
             some = list(calls)
             for times in (compute_ns, warm_ns, cold_ns):
                 times[some] = np.rint(times[some] * factor).astype(np.int64)
