@@ -68,7 +68,7 @@ def make_jobs(names: list[str], peers: list[str], counts: list[int]) -> list[Job
     """The jobs in their order: row by row, and those whose compiler tries much at the end."""
     jobs = []
     for name in names:
-        several = max(counts) if ROWS[name].several else 1
+        several = max(counts)
         for peer in (peer for peer in PEERS if peer in peers):
             if peer == "fused":
                 jobs.append(Job(name, peer, several))
@@ -245,7 +245,7 @@ class Results:
     def add(self, job: Job, result: dict[str, Any]) -> None:
         """Write one result and say it in a line."""
         about = {"row": job.name, **asdict(job.row), "gpus": job.gpus}
-        for unimportant in ("several", "micro_batches", "peers"):
+        for unimportant in ("micro_batches", "peers"):
             del about[unimportant]
         line = json.dumps(about | result | self._head)
         with self._lock, self._path.open("a") as file:

@@ -19,7 +19,6 @@ class Row:
         number_format: `tf32` or `bf16`, see `Settings`.
         batch: Samples per step, over all GPUs together.
         optimizer: `sgd` as in the other tables, or `adamw`.
-        several: Whether ours is planned for several GPUs too.
         micro_batches: Numbers of micro-batches that our plans for several GPUs try.
         peers: Who else runs it on several GPUs.
     """
@@ -28,7 +27,6 @@ class Row:
     number_format: str
     batch: int
     optimizer: str = "sgd"
-    several: bool = False
     micro_batches: tuple[int, ...] = (1,)
     peers: tuple[str, ...] = ()
 
@@ -50,16 +48,16 @@ class Row:
 
 
 def _transformer(workload: str, batch: int, optimizer: str = "sgd") -> Row:
-    return Row(workload, "bf16", batch, optimizer, True, (1, 2, 4), GROUP_PEERS)
+    return Row(workload, "bf16", batch, optimizer, (1, 2, 4), GROUP_PEERS)
 
 
 ROWS = {
     "bert-large-32": _transformer("bert-large", 32),
     "gpt-2-32": _transformer("gpt-2", 32),
     "gpt-2-8": Row("gpt-2", "bf16", 8),
-    "resnet-50": Row("resnet-50", "tf32", 32, several=True),
-    "nmt-4": Row("nmt-4", "tf32", 64, several=True),
-    "gnmt-4": Row("gnmt-4", "tf32", 64, several=True),
+    "resnet-50": Row("resnet-50", "tf32", 32),
+    "nmt-4": Row("nmt-4", "tf32", 64),
+    "gnmt-4": Row("gnmt-4", "tf32", 64),
     "llama": _transformer("llama", 8, "adamw"),
     "vit-b-16": Row("vit-b-16", "bf16", 64),
     "bert-large-16": Row("bert-large", "bf16", 16),
