@@ -56,6 +56,37 @@ def test_what_is_drawn_is_the_same_for_every_row(function: Any, expected: Any) -
     torch.testing.assert_close(value(function, x)[0], expected(x.double()))
 
 
+@pytest.mark.parametrize("mask", [None, "causal", "bias", "bits"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_of_a_fused_kernel_is_exact(mask: str | None, heads: int) -> None:
+    """Also where the kernel has a lower precision, with its derivatives and layouts."""
+    query, key, other = torch.randn(3, 2, 6, 4, 8), torch.randn(2, 6, heads, 8), torch.randn(2, 6)
+    given: dict[str, Any] = {"is_causal": True} if mask == "causal" else {}
+    if mask == "bias":
+        given["attn_mask"] = other[:, None, None, :]
+    elif mask == "bits":
+        given["attn_mask"] = other[:, None, None, :] > -1
+
+    def attend(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        rows = [each.transpose(1, 2) for each in (q, k, k.sin())]
+        out = F.scaled_dot_product_attention(*rows, **given, scale=0.3, enable_gqa=True)
+        return [out.transpose(1, 2).reshape(2, 6, 32)]
+
+    def step(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        (out,) = attend(q.bfloat16(), k.bfloat16())
+        return torch.cat([g.flatten() for g in torch.autograd.grad(out.sin().sum(), (q, k))])
+
+    own = query[0].requires_grad_(), key.requires_grad_()
+    gm = make_fx(lambda *a: [step(*a)], tracing_mode="fake", _allow_non_fake_inputs=True)(*own)
+    assert any("flash_attention" in str(node.target) for node in gm.graph.nodes)
+    (made,), is_exact = evaluate(gm, [t.detach() for t in own].__getitem__, CPU)
+    wide = [t.detach().double().requires_grad_() for t in own]
+    given = {n: t.double() if mask == "bias" else t for n, t in given.items()}
+    exact = torch.autograd.grad(attend(*wide)[0].sin().sum(), wide)
+    assert is_exact
+    torch.testing.assert_close(made, torch.cat([g.flatten() for g in exact]), rtol=1e-9, atol=1e-12)
+
+
 def test_a_kernel_that_raises_is_named() -> None:
     """By its op, with its own words."""
     table, index = torch.rand(3, 2), torch.tensor([0, 5])

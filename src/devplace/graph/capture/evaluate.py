@@ -21,6 +21,7 @@ from devplace.graph.capture.analysis import (
     tensors_in,
     view_bases,
 )
+from devplace.graph.capture.attention import attention
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -118,6 +119,8 @@ class _Run:
             (node.args, node.kwargs), lambda each: self._argument(each, values)
         )
         fixed = self._fixed(node, args)
+        if fixed is None:
+            fixed = attention(node, args, kwargs)
         if fixed is not None:
             return fixed
         args, kwargs = _without_dropout(node, args, dict(kwargs))
@@ -167,7 +170,8 @@ class _Run:
         if name == "native_batch_norm_backward" and args[7]:
             mean, var = _statistics(args[1])
             target: Any = node.target
-            return target(*args[:3], mean, var, None, None, False, *args[8:])
+            inverse = (var + args[8]).rsqrt()  # no kernel of CUDA's does without, nor reads it
+            return target(*args[:3], mean, var, mean, inverse, False, *args[8:])
         if not is_random(node) or _has_dropout_rate(node):
             return None
         fake = node.meta["val"]
