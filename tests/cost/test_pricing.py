@@ -13,6 +13,7 @@ from torch import nn
 from devplace.cost import pricing
 from devplace.cost.pricing import Priced, Pricing
 from devplace.cost.signature import OpCall, op_calls
+from devplace.cost.timing import Timing
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 
@@ -41,10 +42,10 @@ class Card:
         made = Pricing(seconds, self.path, "a card", self._time, [], self._slow_down)
         return made.price(step, op_calls(step), {}, np.ones(len(step.ops), np.int64))
 
-    def _time(self, call: OpCall) -> tuple[int, int]:
-        return NS[str(call.target)], 0
+    def _time(self, call: OpCall) -> Timing:
+        return Timing(NS[str(call.target)])
 
-    def _slow_down(self, calls: Sequence[OpCall]) -> float:
+    def _slow_down(self, calls: Sequence[OpCall], step_ns: int) -> float:
         self.steps.append([str(call.target) for call in calls])
         return 1.5 if len(calls) > 4 else 1.0
 

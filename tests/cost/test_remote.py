@@ -11,7 +11,7 @@ from tests.cost import hostile_ops as hostile
 from torch import nn
 from torch.nn import functional as F
 
-from devplace.cost import remote, sustained
+from devplace.cost import remote, sustained, timing
 from devplace.cost.process import Child
 from devplace.cost.profiled import Profiled
 from devplace.cost.signature import op_calls
@@ -233,31 +233,49 @@ def test_indices_of_all_kinds_are_timed(
     assert unmeasured(table) == []
 
 
+class Here(Child):
+    """This process in place of another."""
+
+    kept: ClassVar[dict[Any, Any]] = {}
+    is_there = True
+
+    def ask(self, function: str, key: int, step: bytes, request: Any, limit_s: float) -> Any:
+        self.kept.setdefault(key, step)
+        return getattr(remote, function.partition(":")[2])(self.kept, key, *request)[0]
+
+
+def test_loading_kernels_is_no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of an op may load libraries for seconds: all ops are measured all the same,
+    until loading itself takes too long."""
+    graph = capture(Picking(), (torch.arange(10),))
+    calls = list(op_calls(graph).values())
+
+    def slow(call: Any, threads: int, real: Any) -> timing.Timing:
+        return timing.Timing(7, loading_s=50.0)
+
+    monkeypatch.setattr(timing, "time_on_cpu", slow)
+    timer = remote.RemoteTimer(graph, remote.Spot("cpu"), Here())
+    assert timer(calls[0]).ns == 7
+    assert timer.clock() < 5
+    timer(calls[0])
+    assert 40 < timer.clock() < 45
+
+
 def test_a_step_without_a_pause_gets_real_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls arrive in their order, equal ones as one, each with its integers."""
     graph = capture(Picking(), (torch.arange(10),))
     calls = [call for _, call in sorted(op_calls(graph).items())]
     seen: list[Any] = []
 
-    def slow_down(given: Any, device: str, real: Any) -> float:
+    def slow_down(given: Any, device: str, step_ns: int, real: Any) -> float:
         seen.append([(str(call.target), real[call.key]) for call in given])
         return 1.25
 
     monkeypatch.setattr(sustained, "slow_down", slow_down)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
-    class Here(Child):
-        """This process in place of another."""
-
-        kept: ClassVar[dict[Any, Any]] = {}
-        is_there = True
-
-        def ask(self, function: str, key: int, step: bytes, request: Any, limit_s: float) -> Any:
-            self.kept.setdefault(key, step)
-            return getattr(remote, function.partition(":")[2])(self.kept, key, *request)[0]
-
     timer = remote.RemoteTimer(graph, remote.Spot("cpu"), Here())
-    assert timer.slow_down([*calls, *calls]) == 1.25
+    assert timer.slow_down([*calls, *calls], 1000) == 1.25
     ((*rows,),) = seen
     assert [name for name, _ in rows] == [str(call.target) for call in calls] * 2
     picks = [real for name, real in rows if "picks" in name]

@@ -26,7 +26,7 @@ class FakeTimer:
 
     clock = staticmethod(time.monotonic)
 
-    def slow_down(self, calls: Sequence[OpCall]) -> float:
+    def slow_down(self, calls: Sequence[OpCall], step_ns: int) -> float:
         """A factor of 1."""
         return 1.0
 

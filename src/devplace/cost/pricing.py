@@ -16,18 +16,20 @@ from numpy.typing import NDArray
 from devplace.cost.cache import TimingCache
 from devplace.cost.reuse import large_inputs
 from devplace.cost.signature import OpCall, op_calls
+from devplace.cost.timing import Timing
 from devplace.errors import CacheError, MeasuringError
 from devplace.graph import OpGraph
 from devplace.units import NS_PER_S
 
 I64 = NDArray[np.int64]
-Timer = Callable[[OpCall], tuple[int, int]]
-"""Times a call: ns, and bytes of its workspace. A `MeasuringError` ends the measuring, any other
+Timer = Callable[[OpCall], Timing]
+"""Times a call. A `MeasuringError` ends the measuring, any other
 error is this call's."""
 MOST_SUSTAINED_NS = 250_000_000
 """Of longer steps every second, third, ... op is repeated."""
-SlowDown = Callable[[Sequence[OpCall]], float]
-"""Calls of a step in order -> by what factor it slows down where it is repeated without a pause."""
+SlowDown = Callable[[Sequence[OpCall], int], float]
+"""Calls of a step in order, and what they take together, ns -> by what factor the step slows down
+where it is repeated without a pause."""
 
 
 def workspaces(graph: OpGraph) -> I64:
@@ -105,13 +107,14 @@ class Pricing:
         if self.slow_down is not None:
             timed = [calls[i] for i in sorted(calls) if calls[i].key in known]
             whole_ns = sum(known[call.key][0] for call in timed)
-            factor = self._sustained(timed[:: 1 + whole_ns // MOST_SUSTAINED_NS])
+            every = 1 + whole_ns // MOST_SUSTAINED_NS
+            factor = self._sustained(timed[::every], whole_ns // every)
             some = list(calls)
             for times in (compute_ns, warm_ns, cold_ns):
                 times[some] = np.rint(times[some] * factor).astype(np.int64)
         return Priced(compute_ns, warm_ns, cold_ns, workspace)
 
-    def _sustained(self, calls: Sequence[OpCall]) -> float:
+    def _sustained(self, calls: Sequence[OpCall], step_ns: int) -> float:
         """By what factor the step is slower without a pause; kept on disk as the time that a
         second's work takes."""
         assert self.slow_down is not None
@@ -120,7 +123,7 @@ class Pricing:
             for ns, _ in cache.read(self.place, [key]).values():
                 return ns / NS_PER_S
         try:
-            ns = round(self.slow_down(calls) * NS_PER_S)
+            ns = round(self.slow_down(calls, step_ns) * NS_PER_S)
         except (MeasuringError, RuntimeError) as error:
             self.notes.append(f"How much slower the step is without a pause is not known: {error}")
             return 1.0
@@ -168,7 +171,7 @@ class Pricing:
                 why = f"within {self.seconds:g} s"
                 break
             try:
-                found[call.key] = self.timer(call)
+                found[call.key] = self.timer(call)[:2]
             except MeasuringError as error:
                 why = f"because {error}"
                 break

@@ -24,6 +24,8 @@ TIME_LIMIT_S = 60.0
 """For one op."""
 START_LIMIT_S = 120.0
 """For the start of the process: imports, the user's among them, and contexts on GPUs."""
+MOST_LOADING_S = 60.0
+"""Of a step's ops, all in all, that does not count as measuring."""
 MOST_DEATHS = 5
 """Processes that may die of ops of a step; a new one takes seconds."""
 
@@ -57,12 +59,14 @@ class RemoteTimer:
         self._child = child
         self._is_ready = False
         self._deaths = 0
-        self._lost_s = 0.0
+        self._measuring_s = 0.0
+        self._loading_s = 0.0
         self._faulty: dict[str, str] = {}
 
     def clock(self) -> float:
-        """Time, s, without what processes took to start and to die."""
-        return time.monotonic() - self._lost_s
+        """Time spent on measuring, s: without what processes took to start and to die, what loading
+        kernels took, which every later run needs too, and what it took to compute integers."""
+        return self._measuring_s + max(0.0, self._loading_s - MOST_LOADING_S)
 
     def __call__(self, call: OpCall) -> Timing:
         """Time a call.
@@ -76,19 +80,24 @@ class RemoteTimer:
             begun = time.monotonic()
             request = (call.node, call.args, call.kwargs, tuple(self._faulty))
             answer = self._ask("time_call", request, TIME_LIMIT_S)
+            spent_s = time.monotonic() - begun
             if answer[0] == "timed":
-                return Timing(*answer[1])
+                timing = Timing(*answer[1])
+                self._measuring_s += max(0.0, spent_s - timing.loading_s)
+                self._loading_s += timing.loading_s
+                return timing
             if self._child.is_there:
+                self._measuring_s += spent_s
                 raise RuntimeError(answer[-1])
             self._is_ready = False
             self._deaths += 1
-            self._lost_s += time.monotonic() - begun
             # It may have died of an op whose integers this one reads; that one is left out then.
             self._faulty[self._child.at or call.node] = answer[-1]
         raise RuntimeError(self._faulty[call.node])
 
-    def slow_down(self, calls: Sequence[OpCall]) -> float:
-        """By what factor calls of a step in order slow down without a pause; see `sustained`.
+    def slow_down(self, calls: Sequence[OpCall], step_ns: int) -> float:
+        """By what factor calls of a step in order, which take so long, slow down without a pause;
+        see `sustained`.
 
         Raises:
             RuntimeError: It cannot be told.
@@ -99,7 +108,7 @@ class RemoteTimer:
         number = {key: k for k, key in enumerate(first)}
         distinct = [(call.node, call.args, call.kwargs) for call in first.values()]
         sequence = [number[call.key] for call in calls]
-        request = (distinct, sequence, tuple(self._faulty))
+        request = (distinct, sequence, step_ns, tuple(self._faulty))
         answer = self._ask("slow_down", request, TIME_LIMIT_S)
         if answer[0] != "slower":
             raise RuntimeError(answer[-1])
@@ -110,13 +119,11 @@ class RemoteTimer:
             return
         if self._deaths >= MOST_DEATHS:
             raise MeasuringError(f"{self._deaths} measuring processes have died")
-        begun = time.monotonic()
         try:
             self._step = self._step or pack(self._graph, example_sources(self._graph))
         except InputError as error:
             raise MeasuringError(str(error)) from error
         answer = self._ask("ready", (self._spot,), START_LIMIT_S)
-        self._lost_s += time.monotonic() - begun
         if answer[0] != "ready":
             raise MeasuringError(answer[-1])
         self._is_ready = True
@@ -161,9 +168,11 @@ def time_call(
     """In the process: time one call of the step."""
     values, (device, threads) = kept[key, "timing"]
     try:
+        begun = time.monotonic()
         real = values.inputs_of(name, faulty)
         begin(name)
         call = OpCall(values.nodes[name].target, args, kwargs, "", name)
+        before_s = time.monotonic() - begun
         if device.startswith("cuda"):
             found = timing.time_on_cuda(call, device, real)
             torch.cuda.synchronize(device)
@@ -171,7 +180,7 @@ def time_call(
             found = timing.time_on_cpu(call, threads, real)
     except Exception as error:  # whatever an op of the user's raises
         return ("failed", type(error).__name__, _first_line(error)), _is_usable(device)
-    return ("timed", tuple(found)), True
+    return ("timed", found._replace(loading_s=before_s + found.loading_s)), True
 
 
 def slow_down(
@@ -179,6 +188,7 @@ def slow_down(
     key: int,
     distinct: list[tuple[str, Any, Any]],
     sequence: list[int],
+    step_ns: int,
     faulty: tuple[str, ...],
 ) -> tuple[Any, bool]:
     """In the process: by what factor a step slows down without a pause."""
@@ -192,7 +202,7 @@ def slow_down(
             target = values.nodes[name].target
             calls.append(OpCall(target, args, kwargs, str(number), name))
         begin("")
-        factor = sustained.slow_down([calls[number] for number in sequence], device, real)
+        factor = sustained.slow_down([calls[number] for number in sequence], device, step_ns, real)
         torch.cuda.synchronize(device)
     except Exception as error:  # whatever an op of the user's raises
         return ("failed", type(error).__name__, _first_line(error)), _is_usable(device)

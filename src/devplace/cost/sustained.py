@@ -1,15 +1,16 @@
 """How much slower a GPU gets that works without a pause, where its power limit lowers the clock.
 
 Ops are timed one at a time, with pauses between them, so at the highest clock. Whole steps of large
-bf16 products take a card to its power limit: on an H200 the clock fell from 1,980 to 1,700 MHz
-within a second, and a step of GPT-2 took 67.5 ms for the 64.7 of its first. How far the clock falls
-depends on what is mixed how, so all ops of a step are run one after another.
+bf16 products take a card to its power limit: on an H200 the clock stays at 1,900 MHz for the first
+30 ms, and 100 ms later it is 1,520 (products alone) to 1,620 (as much time in products as in sums).
+How far it falls depends on what is mixed how, so all ops of a step are run one after another.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -20,20 +21,27 @@ from devplace.cost.inputs import Arguments
 from devplace.cost.signature import OpCall
 from devplace.cost.timing import free_bytes, recorded
 
-PAUSE_S = 0.3
+PAUSE_S = 0.1
 SUSTAINED_S = 1.0
+SLICE_NS = 15_000_000
+"""Of a step that is run after a pause, so that the clock stays high."""
 MOST_OPS = 4000
 """Of longer steps every second, third, ... op is run."""
 
 
 def slow_down(
-    calls: Sequence[OpCall], device: str, real: Mapping[str, Mapping[int, Any]] | None = None
+    calls: Sequence[OpCall],
+    device: str,
+    step_ns: int,
+    real: Mapping[str, Mapping[int, Any]] | None = None,
 ) -> float:
-    """Time of a step that is repeated without a pause, divided by its time after a pause.
+    """Time of a step that is repeated without a pause, divided by its time in slices with pauses
+    between them.
 
     Args:
         calls: Those of the step in order, all of which can be timed on the device.
         device: Name of the torch device.
+        step_ns: What they take together, about.
         real: Key of a call -> values of some of its tensors, see `Arguments`.
 
     Returns:
@@ -44,8 +52,9 @@ def slow_down(
     try:
         with torch.cuda.device(torch_device), torch.cuda.stream(stream), torch.no_grad():
             some = calls[:: 1 + len(calls) // MOST_OPS]
-            graph = _recorded(some, torch_device, real or {})
-            return max(1.0, _ratio(graph, stream))
+            slices = min(len(some), 1 + step_ns // SLICE_NS)
+            graphs = _recorded(some, slices, torch_device, real or {})
+            return max(1.0, _ratio(graphs, stream))
     except RuntimeError:  # no room, or ops that no graph can hold
         torch.cuda.synchronize(torch_device)
         return 1.0
@@ -54,8 +63,10 @@ def slow_down(
         torch.cuda.empty_cache()
 
 
-def _recorded(calls: Sequence[OpCall], device: Any, real: Mapping[str, Mapping[int, Any]]) -> Any:
-    """A CUDA graph of the calls, equal ones on the same arguments, as far as these fit in half of
+def _recorded(
+    calls: Sequence[OpCall], slices: int, device: Any, real: Mapping[str, Mapping[int, Any]]
+) -> list[Any]:
+    """CUDA graphs of the calls, equal ones on the same arguments, as far as these fit in half of
     the free memory."""
     room = free_bytes(device) // 2
     ready: dict[str, Arguments] = {}
@@ -66,25 +77,29 @@ def _recorded(calls: Sequence[OpCall], device: Any, real: Mapping[str, Mapping[i
             arguments.run(0)
             ready[key] = arguments
     torch.cuda.synchronize(device)
-    return recorded([ready[call.key] for call in calls if call.key in ready])
+    some = [ready[call.key] for call in calls if call.key in ready]
+    ends = [len(some) * k // slices for k in range(slices + 1)]
+    return [recorded(some[begin:end]) for begin, end in pairwise(ends) if begin < end]
 
 
-def _ratio(graph: Any, stream: Any) -> float:
-    graph.replay()
-    stream.synchronize()
-    time.sleep(PAUSE_S)
-    alone_ms = _replay_ms(graph, stream)
+def _ratio(graphs: Sequence[Any], stream: Any) -> float:
+    _replay_ms(graphs, stream)
+    alone_ms = 0.0
+    for graph in graphs:
+        time.sleep(PAUSE_S)
+        alone_ms += _replay_ms([graph], stream)
     until = time.monotonic() + SUSTAINED_S
     rounds = []
     while time.monotonic() < until:
-        rounds.append(_replay_ms(graph, stream))
+        rounds.append(_replay_ms(graphs, stream))
     return median(rounds[-(-2 * len(rounds) // 3) :] or rounds[-1:]) / alone_ms
 
 
-def _replay_ms(graph: Any, stream: Any) -> float:
+def _replay_ms(graphs: Sequence[Any], stream: Any) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(stream)
-    graph.replay()
+    for graph in graphs:
+        graph.replay()
     end.record(stream)
     end.synchronize()
     return float(begin.elapsed_time(end))

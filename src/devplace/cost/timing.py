@@ -29,10 +29,12 @@ class Timing(NamedTuple):
     Attributes:
         ns: Time it occupies the device in a chain of ops, gap to the next one included.
         workspace_bytes: Memory it takes while it runs beside inputs and outputs.
+        loading_s: Time of its first call, which loads kernels and libraries, s.
     """
 
     ns: int
     workspace_bytes: int = 0
+    loading_s: float = 0.0
 
 
 def time_on_cuda(call: OpCall, device: Any, real: Mapping[int, Any] | None = None) -> Timing:
@@ -64,7 +66,7 @@ def _timed(call: OpCall, device: Any, stream: Any, real: Mapping[int, Any] | Non
     budget = min(MOST_BYTES, free_bytes(device) // 4)
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
         arguments = Arguments(call, device, 2 * cache, budget, real=real)
-        arguments.run(0)
+        loading_s = _first(arguments, stream)
         alone_ns, workspace, made = _alone(arguments, stream, device)
         most = budget // max(1, made + workspace)
         chain = max(LEAST_CHAIN, min(MOST_CHAIN, most, CHAIN_NS // max(1, alone_ns)))
@@ -73,10 +75,19 @@ def _timed(call: OpCall, device: Any, stream: Any, real: Mapping[int, Any] | Non
         replays = max(LEAST_REPLAYS, min(MOST_REPLAYS, REPLAYS_NS // max(1, chain * alone_ns)))
         try:
             graph = recorded([arguments] * chain, keeps)
-            return Timing(_replayed(graph, stream, chain, replays), workspace)
+            return Timing(_replayed(graph, stream, chain, replays), workspace, loading_s)
         except RuntimeError:
             torch.cuda.synchronize(device)
-            return Timing(alone_ns, workspace)
+            return Timing(alone_ns, workspace, loading_s)
+
+
+def _first(arguments: Arguments, stream: Any = None) -> float:
+    """Time of a first call, s."""
+    begin = time.monotonic()
+    arguments.run(0)
+    if stream is not None:
+        stream.synchronize()
+    return time.monotonic() - begin
 
 
 def free_bytes(device: Any) -> int:
@@ -171,7 +182,7 @@ def time_on_cpu(call: OpCall, threads: int, real: Mapping[int, Any] | None = Non
     try:
         with torch.no_grad():
             arguments = Arguments(call, "cpu", 0, MOST_BYTES, real=real)
-            arguments.run(0)
+            loading_s = _first(arguments)
             spans: list[int] = []
             while len(spans) < 3 or (sum(spans) < CPU_NS and len(spans) < 200):
                 begin = time.perf_counter_ns()
@@ -180,4 +191,4 @@ def time_on_cpu(call: OpCall, threads: int, real: Mapping[int, Any] | None = Non
                 del made
     finally:
         torch.set_num_threads(before)
-    return Timing(max(1, sorted(spans)[len(spans) // 2]))
+    return Timing(max(1, sorted(spans)[len(spans) // 2]), loading_s=loading_s)
