@@ -126,9 +126,10 @@ def kept(peer: str, row: dict[str, Any]) -> dict[str, Any]:
 def run_ours(job: Job, options: Any, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Our step on one GPU and, where asked for, the fastest plan on several."""
     settings, tag = job.row.settings(options), f"{job.name}-ours"
-    counts = options.micro_batches or ",".join(map(str, job.row.micro_batches))
+    asked = options.micro_batches or ",".join(map(str, job.row.micro_batches))
+    counts = sorted({1, *map(int, asked.split(","))} if job.gpus > 1 else {1})
     command = [sys.executable, "-m", "experiments.gpu.plans", settings.workload, "--tag", tag]
-    command += ["--micro-batches", counts if job.gpus > 1 else "1", "--gpus", str(job.gpus)]
+    command += ["--micro-batches", ",".join(map(str, counts)), "--gpus", str(job.gpus)]
     for name in ("number_format", "size", "device", "batch", "layers", "optimizer"):
         value = getattr(settings, name)
         if value is not None:

@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +37,10 @@ from devplace.auto.candidates import candidates, predicted_ns, singles
 from devplace.auto.costs import HOPPER, price, probed_machine
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
-from devplace.graph import serialize
+from devplace.graph import OpGraph, serialize
 from devplace.graph.capture import capture
-from devplace.kernels.prepare import prepare
+from devplace.kernels.compilers import Compilers
+from devplace.kernels.prepare import any_compiled, prepare
 from devplace.machine import detect, toml
 from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
 from devplace.plan import Plan
@@ -114,25 +116,16 @@ class Bench:
     def step(self, count: int) -> None:
         """Rows of the step with this number of micro-batches."""
         begin = time.perf_counter()
-        self.workload = build(self.settings, "cpu")  # so that no GPU holds the model twice
-        self.optimizer = make_optimizer(self.settings, self.workload.model.parameters())
-        graph = capture(
-            self.workload.model,
-            self.workload.inputs,
-            self.workload.loss_fn,
-            self.optimizer,
-            count,
-            autocast=torch.bfloat16 if self.options.number_format == "bf16" else None,
-            name=self.options.workload,
-            device=self.kind,
-            **self.options_of_capture(),
-        )
-        seconds = {"capture": time.perf_counter() - begin}
+        is_new = self.options.fuse and not any_compiled(self.kind)
+        with Compilers() if is_new else nullcontext() as compilers:  # they load torch meanwhile
+            graph = self.captured(count)
+            seconds = {"capture": time.perf_counter() - begin}
+            gpus = [f"cuda:{k}" for k in range(max(map(int, self.options.gpus.split(","))))]
+            devices = gpus if self.kind == "cuda" else ["cpu"]
+            done = prepare(graph, devices, compilers=compilers)
         self.sources = step_sources(
             graph, self.workload.model, self.optimizer, self.workload.inputs
         )
-        gpus = [f"cuda:{k}" for k in range(max(map(int, self.options.gpus.split(","))))]
-        done = prepare(graph, gpus if self.kind == "cuda" else ["cpu"])
         seconds["kernels"] = done.seconds
         self.say(f"{done}")
         if self.options.warm:
@@ -168,6 +161,22 @@ class Bench:
             self.perturbed(self.problem(used), planned[used].search.plan, used)
         self.data["captures"].append(
             {"micro_batches": count, "ops": len(graph.ops), "seconds": seconds}
+        )
+
+    def captured(self, count: int) -> OpGraph:
+        """The step of a fresh model with this number of micro-batches."""
+        self.workload = build(self.settings, "cpu")  # so that no GPU holds the model twice
+        self.optimizer = make_optimizer(self.settings, self.workload.model.parameters())
+        return capture(
+            self.workload.model,
+            self.workload.inputs,
+            self.workload.loss_fn,
+            self.optimizer,
+            count,
+            autocast=torch.bfloat16 if self.options.number_format == "bf16" else None,
+            name=self.options.workload,
+            device=self.kind,
+            **self.options_of_capture(),
         )
 
     def options_of_capture(self) -> dict[str, Any]:
