@@ -285,8 +285,11 @@ def _device_type(sources: Sources, leaves: list[Any], wanted: str | None) -> str
     known += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kinds = [t.device.type for t in known if t.device.type != "meta"]
     kind = wanted or ("cuda" if "cuda" in kinds else (kinds[0] if kinds else "cpu"))
-    if kind == "cuda" and not torch.backends.cuda.is_built():
-        raise CaptureError("This build of torch has no CUDA: capture a model on the CPU or 'meta'.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise CaptureError(
+            "A step is captured for CUDA where torch finds a GPU, and it finds none here: capture "
+            "it for the CPU (device='cpu'), which can be planned for GPUs as well."
+        )
     return kind
 
 

@@ -27,6 +27,9 @@ Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
 MOST_FLOPS = {"cpu": 1e11, "cuda": 2e13}
 """Some seconds on two cores of a server, and on a GPU without fast double precision."""
+FAST_DOUBLE = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
+"""Compute capabilities of GPUs with fast double precision: P100, V100, A100, H100, B200."""
+MOST_FLOPS_FAST = 2e14
 MOST_BYTES = 1 << 32
 """Of a CPU's memory."""
 MOST_MADE_UP_BYTES = 1 << 29
@@ -272,6 +275,8 @@ def why_too_large(gm: torch.fx.GraphModule, device: torch.device, is_made_up: bo
     """Why a graph is not to be computed: time or memory; empty if it is."""
     flops = sum(count_flops(n) for n in gm.graph.nodes if n.op == "call_function")
     most = MOST_FLOPS[device.type]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_DOUBLE:
+        most = MOST_FLOPS_FAST
     if flops > most:
         return f"a step takes {flops:.1e} floating-point operations, limit {most:.0e}"
     needed, most_bytes = peak_bytes(gm), _free_bytes(device)
