@@ -19,6 +19,8 @@ from devplace.cost.analytic import Analytic
 from devplace.machine import detect
 from devplace.report import deviations
 from tests.auto.steps import captured, hostile, tagger
+from tests.cost import hostile_ops
+from tests.cost.test_remote import CASES
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +64,40 @@ def test_training_equals_eager_wherever_the_model_lies(device: str) -> None:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert p.device.type == device
         assert torch.allclose(p.cuda(), q, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_embedding_bags_and_graph_nets_train_on_gpus(case: Any) -> None:
+    """Ops that read integers are timed with those of the batch; losses are the plain loop's."""
+    model, batch = case()
+    twin = copy.deepcopy(model)
+    optimizer, other = adam(model), adam(twin)
+    with dp.parallelize(model, batch, None, optimizer, budget="40ev,60s") as step:
+        assert "could not be measured" not in str(step)
+        for _ in range(3):
+            other.zero_grad()
+            expected = twin(*batch)
+            expected.backward()
+            other.step()
+            assert float(step(*batch)) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_a_kernel_that_asserts_costs_one_line() -> None:
+    """On made-up numbers it ends the use of a GPU of the process that measures, not of this one."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.second(hostile_ops.asserts(self.first(x).exp()))
+
+    model, x = Model(), torch.randn(4, 8)
+    with torch.no_grad(), dp.parallelize(model, (x,), budget="20ev,60s") as infer:
+        assert torch.allclose(infer(x).cpu(), model(x), atol=1e-5)
+        (line,) = [line for line in str(infer).splitlines() if "asserts" in line]
+        assert "device-side assert" in line
 
 
 def test_training_resumes_from_an_ordinary_checkpoint() -> None:

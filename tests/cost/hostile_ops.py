@@ -62,13 +62,20 @@ def roots(x: torch.Tensor) -> torch.Tensor:
     return x.sqrt()
 
 
+@torch.library.custom_op("devplace_hostile::asserts", mutates_args=())
+def asserts(x: torch.Tensor) -> torch.Tensor:
+    """Ends the process's use of a GPU where a number is negative."""
+    torch._assert_async((x >= 0).all())
+    return x.sqrt()
+
+
 @torch.library.custom_op("devplace_hostile::doubles", mutates_args={"x"})
 def doubles(x: torch.Tensor) -> None:
     """Does no harm; it writes its argument."""
     x.mul_(2)
 
 
-for op in (aborts, aborts_on_integers, hangs, raises, roots):
+for op in (aborts, aborts_on_integers, asserts, hangs, raises, roots):
     op.register_fake(torch.empty_like)
 
 

@@ -197,13 +197,13 @@ class Messages(nn.Module):
 
     def forward(self, x: Any, edges: Any, graph_of: Any, labels: Any) -> Any:
         start, end = edges
-        degree = torch.zeros(len(x)).scatter_add(0, end, torch.ones(end.shape[0]))
+        degree = x.new_zeros(len(x)).scatter_add(0, end, x.new_ones(end.shape[0]))
         sent = self.layer(x)[start] / degree[end].clamp(min=1)[:, None]
         hidden = torch.zeros_like(x).index_add(0, end, sent).relu()
         count = F.one_hot(graph_of, 3).sum(0)
         at = graph_of[:, None].expand(-1, 8)
-        pooled = torch.zeros(3, 8).scatter_add(0, at, hidden) / count[:, None]
-        kept = pooled.index_put((labels.argsort(),), torch.ones(3, 8))
+        pooled = x.new_zeros(3, 8).scatter_add(0, at, hidden) / count[:, None]
+        kept = pooled.index_put((labels.argsort(),), x.new_ones(3, 8))
         return F.cross_entropy(self.head(kept + pooled.gather(0, at[:3])), labels)
 
 
