@@ -68,7 +68,7 @@ nb::tuple contiguous(nb::object items, i32 max_ideals, double seconds, i64 upper
   {
     nb::gil_scoped_release release;
     const auto start = std::chrono::steady_clock::now();
-    const auto deadline = start + std::chrono::microseconds(static_cast<i64>(seconds * 1e6));
+    const auto deadline = devplace::deadline_in(seconds);
     const i32 count = block.empty() ? 0 : *std::max_element(block.begin(), block.end()) + 1;
     const Hyper h = contract(fine, block, count);
     LatticeBuilder builder(count, src, dst);
@@ -98,8 +98,7 @@ i64 least_load(nb::object items, i32 item) {
 i64 item_bound(nb::object items, double seconds) {
   const Hyper h = read(items);
   nb::gil_scoped_release release;
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::microseconds(static_cast<i64>(seconds * 1e6));
+  const auto deadline = devplace::deadline_in(seconds);
   std::vector<std::pair<i64, i32>> most(h.num_items);
   for (i32 v = 0; v < h.num_items; ++v) {
     i64 alone = h.accelerator[v];
@@ -168,8 +167,7 @@ nb::tuple search_blocks(nb::object graph, In<i32> starts, double seconds, i64 ma
   threads = std::max(1, threads);
   std::atomic<bool> stop{false};
   Limits limits;
-  limits.deadline = std::chrono::steady_clock::now() +
-                    std::chrono::microseconds(static_cast<i64>(std::min(seconds, 1e9) * 1e6));
+  limits.deadline = devplace::deadline_in(seconds);
   limits.bound = bound;
   limits.stop = &stop;
   std::vector<Found> found(threads);

@@ -191,8 +191,7 @@ Outcome search(const Hyper& h, const std::vector<std::vector<i32>>& starts, doub
     pool.add(start, {state.excess(), state.value()});
   }
   Limits limits;
-  limits.deadline = std::chrono::steady_clock::now() +
-                    std::chrono::microseconds(static_cast<i64>(std::min(seconds, 1e9) * 1e6));
+  limits.deadline = devplace::deadline_in(seconds);
   limits.bound = bound;
   limits.stop = &stop;
   std::vector<i64> evaluations(threads, 0);

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <thread>
 
 #include "../numpy.hpp"
 #include "../search/anneal.hpp"
@@ -92,7 +91,7 @@ class Kernel {
     {
       nb::gil_scoped_release release;
       std::atomic<std::size_t> next{0};
-      auto work = [&] {
+      auto work = [&](int) {
         Simulator simulator(core_);
         Outcome out;
         std::vector<i64> own(priority_rows ? 0 : core_.num_tasks);
@@ -112,10 +111,9 @@ class Kernel {
         }
       };
       const int count = std::max(1, std::min<int>(threads, static_cast<int>(rows)));
-      std::vector<std::thread> pool;
-      for (int t = 1; t < count; ++t) pool.emplace_back(work);
-      work();
-      for (auto& thread : pool) thread.join();
+      std::atomic<bool> stop{false};
+      if (count == 1) work(0);
+      else run_threads(count, stop, [] { return false; }, work);
     }
     return nb::make_tuple(vector_to_numpy(makespan), to_numpy(peak.data(), rows, D == 1 ? 1 : D),
                           to_numpy(pool_peak.data(), rows, P == 1 ? 1 : P), vector_to_numpy(moved));

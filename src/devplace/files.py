@@ -1,13 +1,27 @@
-"""Where caches are kept; writing files so that what was there gives way only to a whole one."""
+"""Where caches are kept; reading files, and writing them so that what was there gives way only to a
+whole one."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from devplace.units import format_bytes
+
+T = TypeVar("T")
+MOST_BYTES = 10**9
+"""Size of the largest file that is read; plans of 200,000 ops have 20 MB."""
+_PART = ".devplace-part-"
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def cache_folder() -> Path:
@@ -28,7 +42,10 @@ def cache_folder() -> Path:
 def write_whole(path: str | Path, data: bytes) -> None:
     """Write a file, or leave what was there.
 
-    A symbolic link stays one, and a file keeps its permissions; a pipe or device is written to.
+    The bytes go to a new file beside it, are flushed to the disk, and take its name at once; so
+    several writers at the same time each leave a whole file. A file keeps its permissions, and one
+    that is a symbolic link stays one; a pipe or device is written to. What writers that were killed
+    left in the folder is removed.
 
     Raises:
         OSError: It cannot be written; one that is write-protected is not replaced.
@@ -36,20 +53,96 @@ def write_whole(path: str | Path, data: bytes) -> None:
     target = Path(os.path.realpath(path))
     exists = target.exists()
     if exists and not target.is_file():
-        target.write_bytes(data)
+        with open(target, "wb") as pipe:
+            pipe.write(data)
         return
     if exists and not os.access(target, os.W_OK):  # renaming would not ask
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
-    part = target.with_name(f".devplace-{os.getpid()}.part")
     try:
-        part.write_bytes(data)
-        if exists:
-            shutil.copymode(target, part)
-        part.replace(target)
-    except BaseException:  # Ctrl-C, too, leaves no half file
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+        _remove_left_over(target.parent)
+        part, handle = _new_part(target.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                if exists:
+                    shutil.copymode(target, part)
+                file.flush()
+                os.fsync(handle)
+                os.replace(part, target)
+        except BaseException:  # Ctrl-C, too, leaves no half file
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+        _sync_folder(target.parent)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # the user knows no other name
         raise
+
+
+def _new_part(folder: Path) -> tuple[Path, int]:
+    """A new, empty file that nobody else has, locked for as long as it is open."""
+    while True:
+        part = folder / f"{_PART}{secrets.token_hex(8)}"
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
+        with contextlib.suppress(OSError):  # some network disks have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return part, handle
+        os.close(handle)  # it was taken for a left-over one before it was locked
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove parts whose writers are gone: those that can be locked."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.path for entry in entries if entry.name.startswith(_PART)]
+    except OSError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError):
+            handle = os.open(name, os.O_WRONLY | os.O_NONBLOCK | _NO_LINK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name)
+            finally:
+                os.close(handle)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name outlast a power cut, where the disk can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def read_whole(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: It cannot be read, or has more than `most` bytes.
+    """
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most)}", str(path))
+    return data
+
+
+def decode_json(data: bytes | str, kind: type[T]) -> T:
+    """JSON as a record.
+
+    Raises:
+        ValueError: No JSON, or not of this kind; says what is wrong, in a line.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ValueError(str(error)) from error
 
 
 def why_unwritable(path: str | Path) -> str:
