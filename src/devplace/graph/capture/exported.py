@@ -23,6 +23,7 @@ from devplace.graph.capture.analysis import (
     tensors_in,
     view_bases,
 )
+from devplace.graph.capture.archive import load_program
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -38,7 +39,7 @@ def read_pt2(path: str | Path) -> OpGraph:
     """An inference step from a file of `torch.export.save`.
 
     Composite ops are taken apart as capture does. Open sizes have the value they were exported
-    with.
+    with. Nothing in the file is run: what would have to be is refused.
 
     Raises:
         InputError: No readable export, one of a torch that this one cannot read, a size that is
@@ -55,7 +56,7 @@ def _load(path: str) -> Any:
     try:
         with warnings.catch_warnings(), _held_back("torch.export") as logged:
             warnings.simplefilter("ignore")  # torch's own, of its own older forms
-            program = torch.export.load(path)
+            program = load_program(path)
             table = torch.export.default_decompositions()
             table.pop(_ATTENTION, None)  # one kernel on every device
             return program.run_decompositions(table)
