@@ -144,9 +144,7 @@ def test_sizes_are_arithmetic(good, tmp_path, size):
     assert not mark.exists()
 
 
-def test_modules_named_in_the_structure_of_inputs_are_not_imported(
-    good, tmp_path, monkeypatch
-):
+def test_modules_named_in_the_structure_of_inputs_are_not_imported(good, tmp_path, monkeypatch):
     """torch imports what a serialized enum names."""
     (tmp_path / "ran_me.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -16,7 +16,7 @@ from devplace import __version__
 
 if TYPE_CHECKING:
     from devplace.cli.planning import Outputs
-    from devplace.cli.session import Request
+    from devplace.cli.session import Given, Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,6 +125,27 @@ def _learning_options(command: F) -> F:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def _plan_options(command: F) -> F:
+    options = [
+        click.option(
+            "--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for."
+        ),
+        click.option("--model", metavar="FILE:FUNCTION", help="In place of the one PLAN names."),
+        click.option(
+            "--trust", is_flag=True, help="Run the Python file PLAN names, wherever PLAN is from."
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _given(values: dict[str, Any]) -> Given:
+    from devplace.cli.session import Given
+
+    return Given(values["machine"], values["model"], values["trust"])
 
 
 def _outputs(values: dict[str, Any]) -> Outputs:
@@ -255,14 +276,14 @@ def bench(specs: tuple[str, ...], as_json: bool, **values: Any) -> None:
 
 @devplace.command()
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@_plan_options
 @click.option("--device-map", is_flag=True, help="Only the map of modules to devices, as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
-def explain(plan_file: Path, machine: str | None, device_map: bool, as_json: bool) -> None:
+def explain(plan_file: Path, device_map: bool, as_json: bool, **values: Any) -> None:
     """Say where PLAN puts each module and why, and what limits the step."""
     from devplace.cli import running
 
-    outcome = running.explain(plan_file, machine)
+    outcome = running.explain(plan_file, _given(values))
     if device_map:
         _print_json(outcome.device_map)
     else:
@@ -279,32 +300,30 @@ def explain(plan_file: Path, machine: str | None, device_map: bool, as_json: boo
     type=click.IntRange(min=0),
     help="Of dropout and the like.",
 )
-@click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@_plan_options
 @click.option("--deviations", is_flag=True, help="Where planned and measured times differ most.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
 def run(
-    plan_file: Path, steps: int, seed: int, machine: str | None, deviations: bool, as_json: bool
+    plan_file: Path, steps: int, seed: int, deviations: bool, as_json: bool, **values: Any
 ) -> None:
     """Run PLAN and check it against the unplaced step: on its GPUs, if they are in this computer
     and it was made for them, else on logical CPU devices."""
     from devplace.cli import running
 
-    _show(running.run(plan_file, steps, seed, machine, deviations), as_json)
+    _show(running.run(plan_file, steps, seed, _given(values), deviations), as_json)
 
 
 @devplace.command()
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-@click.option("--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for.")
+@_plan_options
 @click.option("--deviations", is_flag=True, help="Where planned and measured times differ most.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
-def trace(
-    plan_file: Path, output: Path, machine: str | None, deviations: bool, as_json: bool
-) -> None:
+def trace(plan_file: Path, output: Path, deviations: bool, as_json: bool, **values: Any) -> None:
     """Write PLAN's timeline as a Chrome trace; the measured one too, after a run."""
     from devplace.cli import tracing
 
-    _show(tracing.trace(plan_file, output, machine, deviations), as_json)
+    _show(tracing.trace(plan_file, output, _given(values), deviations), as_json)
 
 
 def _show(outcome: Any, as_json: bool) -> None:

@@ -29,8 +29,6 @@ def read_graph(model: str, batch: int | None, micro_batches: int, size: str) -> 
     if model.lower().endswith(".onnx"):
         from devplace.graph.onnx_file import read_onnx
 
-        if batch is not None and batch < 1:
-            raise InputError(f"--batch must be at least 1, got {batch}.")
         return read_onnx(model, batch)
     if batch is not None:
         raise InputError(f"{model} has the batch it was exported with. Leave --batch out.")

@@ -22,6 +22,7 @@ from devplace.cli.session import (
     refuse_overwriting,
     working,
 )
+from devplace.cli.trust import remember
 from devplace.errors import InputError
 from devplace.placers import Budget, Placer, Result
 from devplace.placers.infeasible import infeasible
@@ -262,6 +263,7 @@ def plan(
         refuse_running(request.model)
         request = _runnable(request)
     session = open_session(request, with_values=confirms)
+    remember(request.model)
     bound = lower_bound(session.problem)
     with _progress([placer_name]) as begin:
         result = _place(session, placer, limits, seed, bound, begin(placer_name))
@@ -310,6 +312,7 @@ def compare(
     limits = Budget.parse(budget)
     outputs.check(request)
     session = open_session(request)
+    remember(request.model)
     bound = lower_bound(session.problem)
     rows: list[Result | Skipped] = []
     with _progress([placer.name for placer in chosen]) as begin:

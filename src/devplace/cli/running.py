@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from devplace.cli.measured import keep_measured
-from devplace.cli.session import Session, prints_on_stderr, reopen, working
+from devplace.cli.session import Given, Session, prints_on_stderr, reopen, working
 from devplace.cli.tracing import print_deviations
 from devplace.errors import InputError
 from devplace.plan import Plan, load_plan
@@ -74,11 +74,11 @@ class RunOutcome:
 
 
 def run(
-    path: Path, steps: int, seed: int, machine: str | None, with_deviations: bool = False
+    path: Path, steps: int, seed: int, given: Given, with_deviations: bool = False
 ) -> RunOutcome:
     """Execute a plan and compare it with the unplaced step."""
     plan = load_plan(path)
-    session = reopen(plan, path, machine, with_values=True)
+    session = reopen(plan, path, given, with_values=True)
     from devplace.run import check_plan
 
     problem = session.problem
@@ -231,11 +231,11 @@ class ExplainOutcome:
             click.echo(line)
 
 
-def explain(path: Path, machine: str | None) -> ExplainOutcome:
+def explain(path: Path, given: Given) -> ExplainOutcome:
     """Explain a plan."""
     from devplace import report
 
     plan = load_plan(path)
-    timeline = plan.timeline(reopen(plan, path, machine).problem)
+    timeline = plan.timeline(reopen(plan, path, given).problem)
     loads = report.plan_load_lines(plan, timeline.problem)
     return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))

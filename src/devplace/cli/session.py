@@ -16,12 +16,14 @@ import msgspec
 
 from devplace.cli.imported import fused_import, is_imported, read_graph, refuse_running
 from devplace.cli.plan_files import PlanFiles, model_file
+from devplace.cli.trust import require_trust
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
 from devplace.plan import Plan
 from devplace.plan.plan import check_devices
 from devplace.problem import Problem
+from devplace.workloads.user import as_file
 
 if TYPE_CHECKING:
     from devplace.cost import CostTable
@@ -46,6 +48,21 @@ OPTIONS = (
     "objective",
 )
 """Fields of a request that are options of the command line."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user says beside a plan.
+
+    Attributes:
+        machine: In place of the plan's.
+        model: In place of the plan's.
+        is_trusted: Whether the Python file that the plan names may be run.
+    """
+
+    machine: str | None = None
+    model: str | None = None
+    is_trusted: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,8 +131,6 @@ class Request:
             options: Those of `OPTIONS`.
             demands: Texts of --limit, --pin, --exclude and --batch-dim.
         """
-        from devplace.workloads.user import as_file
-
         options = {**options, "model": as_file(options["model"])}
         dims = _pairs(demands["batch_dim"], "--batch-dim", "mask=1 or mask=whole")
         return cls(
@@ -127,10 +142,11 @@ class Request:
         )
 
     @classmethod
-    def from_plan(cls, plan: Plan, path: Path, machine: str | None) -> Request:
+    def from_plan(cls, plan: Plan, path: Path, given: Given) -> Request:
         """The request that the plan file at `path` was made with, its files as found from here.
 
         Raises:
+            InputError: It names a Python file that the user has not said they trust.
             PlanError: The plan was not made by the command line, or a file it names is gone.
         """
         try:
@@ -141,8 +157,13 @@ class Request:
                 f"`devplace plan` or `devplace compare` can be used here; make it again."
             ) from error
         files = PlanFiles(path, made.pop("folder"))
-        made["machine"] = machine or files.machine(made["machine"])
-        return cls(**{**made, "model": files.model(made["model"])})
+        made["machine"] = given.machine or files.machine(made["machine"])
+        if given.model is not None:
+            made["model"] = as_file(given.model)
+        else:
+            made["model"] = files.model(made["model"])
+            require_trust(made["model"], path, given.is_trusted)
+        return cls(**made)
 
     def files(self) -> tuple[Path, ...]:
         """The user's files it names: the model's and the machine's."""
@@ -406,15 +427,16 @@ def prints_on_stderr() -> Iterator[None]:
         yield
 
 
-def reopen(plan: Plan, path: Path, machine: str | None, *, with_values: bool = False) -> Session:
+def reopen(plan: Plan, path: Path, given: Given, *, with_values: bool = False) -> Session:
     """The session that the plan at `path` was made in, checked against the plan.
 
     Raises:
+        InputError: The plan names a Python file that the user has not said they trust.
         PlanMismatchError: Model or machine has changed since.
     """
     from devplace.machine import load_machine
 
-    request = Request.from_plan(plan, path, machine)
+    request = Request.from_plan(plan, path, given)
     check_devices(plan, load_machine(request.machine))  # before its pins and limits are read
     session = open_session(request, with_values=with_values)
     plan.check(session.problem)

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from devplace.cli.measured import load_measured, measured_path
-from devplace.cli.session import check_output, refuse_overwriting, reopen
+from devplace.cli.session import Given, check_output, refuse_overwriting, reopen
 from devplace.errors import InputError
 from devplace.files import write_whole
 from devplace.plan import load_plan
@@ -59,7 +59,7 @@ def print_deviations(found: Any) -> None:
         click.echo(f"note: {len(found.missing)} are only planned or only measured: {names}")
 
 
-def trace(path: Path, output: Path, machine: str | None, with_deviations: bool) -> TraceOutcome:
+def trace(path: Path, output: Path, given: Given, with_deviations: bool) -> TraceOutcome:
     """Write the Chrome trace of a plan."""
     plan = load_plan(path)
     measured = load_measured(path, plan)
@@ -68,7 +68,7 @@ def trace(path: Path, output: Path, machine: str | None, with_deviations: bool) 
             f"Deviations need a measured timeline of this plan. First: devplace run {path}"
         )
     check_output("a trace", output, (path, measured_path(path)))
-    session = reopen(plan, path, machine)
+    session = reopen(plan, path, given)
     refuse_overwriting(output, session.request.files())
     from devplace import report
     from devplace.run.schedule import make_schedule

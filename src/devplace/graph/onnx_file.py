@@ -10,6 +10,7 @@ from typing import Any
 
 from devplace.errors import GraphError, InputError
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
+from devplace.graph.onnx_child import read_in_child
 
 # Outputs share the memory of the first input.
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
@@ -28,7 +29,8 @@ _RANDOM = frozenset(
 
 
 def read_onnx(path: str | Path, batch: int | None = None) -> OpGraph:
-    """An inference step from an ONNX file.
+    """An inference step from an ONNX file, read by another process: ONNX's own code aborts on some
+    damaged files.
 
     Weights are read-only sources, `Reshape` and its like are views, all other nodes ops. Flops are
     counted for convolutions, matrix products and recurrent layers; one per element for the rest.
@@ -41,10 +43,17 @@ def read_onnx(path: str | Path, batch: int | None = None) -> OpGraph:
         InputError: No readable ONNX model, a size that is open or cannot be inferred, a node with
             a body (`If`, `Loop`, `Scan`), or the `onnx` extra is missing.
     """
-    model = _load(str(path))
-    _close(model.graph, str(path), batch)
-    model = _with_shapes(model, str(path))
-    return _Builder(model, str(path)).graph()
+    if batch is not None and not 0 < batch < 2**63:
+        raise InputError(f"The batch must be from 1 to 2^63 - 1, got {batch}.")
+    return read_in_child(str(path), batch)
+
+
+def read_here(path: str, batch: int | None = None) -> OpGraph:
+    """As `read_onnx`, in this process."""
+    model = _load(path)
+    _close(model.graph, path, batch)
+    model = _with_shapes(model, path)
+    return _Builder(model, path).graph()
 
 
 def _onnx() -> Any:
@@ -147,7 +156,7 @@ class _Builder:
                 f"its own; only flat graphs can be placed. Export the model without it."
             )
         made = [output for output in node.output if output]
-        if node.op_type == "Constant":
+        if node.op_type == "Constant" and made:
             shape, dtype = self._kind(made[0], name)
             self._add_source(made[0], "constant", shape, dtype)
             return
@@ -197,6 +206,8 @@ class _Builder:
         kind = self.dtypes.get(dtype)
         if kind is None:
             raise InputError(f"{self.path}: tensor {name!r} has no numbers in it (type {dtype}).")
+        if min(shape, default=0) < 0:
+            raise InputError(f"{self.path}: tensor {name!r} has a negative size: {list(shape)}.")
         size = math.prod(shape) * _bits(kind) // 8
         self.ids[name] = len(self.tensors)
         self.tensors.append(Tensor(name, tuple(shape), kind, size))
@@ -230,7 +241,13 @@ class _Builder:
         shapes = [self.tensors[t].shape for t in reads]
         made = self.tensors[outputs[0]].shape if outputs else ()
         options = {attribute.name: attribute for attribute in node.attribute}
-        counted = _counted(node.op_type, shapes, made, options)
+        try:
+            counted = _counted(node.op_type, shapes, made, options)
+        except (IndexError, ValueError):
+            raise InputError(
+                f"{self.path}: {_article(node.op_type)} takes other inputs than {node.name!r} has: "
+                f"{[list(shape) for shape in shapes]}. Export the model again."
+            ) from None
         if counted is not None:
             return counted
         if node.op_type in _NO_ARITHMETIC or not outputs:
