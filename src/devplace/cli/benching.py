@@ -14,6 +14,7 @@ import click
 
 from devplace.bench import Effort, Row, bench, save_best_known
 from devplace.cli.session import check_output
+from devplace.cli.terminal import shown
 from devplace.errors import InputError
 from devplace.files import write_whole
 from devplace.instances import Changes, change_all, load_instance
@@ -179,14 +180,16 @@ def _progress(count: int) -> Iterator[Any]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
+    from rich.text import Text
+
+    from devplace.cli.console import console
 
     done = 0
-    with Console(stderr=True).status("reading") as status:
+    with console(on_stderr=True).status("reading") as status:
 
         def begin(instance: Instance) -> None:
             nonlocal done
             done += 1
-            status.update(f"{instance.about.name} ({done}/{count})")
+            status.update(Text(shown(f"{instance.about.name} ({done}/{count})")))
 
         yield begin

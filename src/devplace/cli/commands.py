@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from devplace import __version__
+from devplace.cli.terminal import shows_control_characters
 
 if TYPE_CHECKING:
     from devplace.cli.planning import Outputs
@@ -26,6 +27,10 @@ class _Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        with shows_control_characters():
+            return super().main(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -1,10 +1,15 @@
-"""Tables on stdout."""
+"""Tables and progress on the terminal."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from devplace.cli.terminal import raw, shown
 
 LEAST_WIDTH = 80
 """Narrower tables would drop columns; terminals break lines themselves."""
@@ -15,13 +20,32 @@ class _Console(Console):
         """Left to the command line, which ends as after `| head`; rich would exit with 1."""
         raise BrokenPipeError
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print texts and tables; control characters in them are shown, not sent."""
+        super().print(*map(_shown, objects), **options)
 
-def console(least: int = LEAST_WIDTH) -> Any:
+
+def _shown(item: Any) -> Any:
+    if isinstance(item, str):
+        return shown(item)
+    if isinstance(item, Text):
+        item.plain = shown(item.plain)
+    if isinstance(item, Table):
+        item.title, item.caption = _shown(item.title), _shown(item.caption)
+        for column in item.columns:
+            column.header = _shown(column.header)
+            column._cells = [_shown(cell) for cell in column._cells]
+    return item
+
+
+def console(least: int = LEAST_WIDTH, *, on_stderr: bool = False) -> Any:
     """A console that shows names of the user's as they are: nothing in them is markup.
 
     Args:
         least: Columns that are used in any case.
+        on_stderr: Whether it is for progress, on stderr.
     """
-    plain = _Console(markup=False, emoji=False, highlight=False)
+    file = raw(sys.stderr if on_stderr else sys.stdout)
+    plain = _Console(file=file, markup=False, emoji=False, highlight=False)
     plain.width = max(least, plain.width)
     return plain

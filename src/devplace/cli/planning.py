@@ -372,11 +372,12 @@ def _progress(names: list[str]) -> Iterator[Callable[[str], Callable[[float], No
     if not sys.stderr.isatty():
         yield lambda name: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from devplace.cli.console import console
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console(on_stderr=True), transient=True) as progress:
         bar = progress.add_task("planning", total=float(len(names)))
 
         def begin(name: str) -> Callable[[float], None]:

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import msgspec
 
 from devplace.cli.imported import fused_import, is_imported, read_graph, refuse_running
 from devplace.cli.plan_files import PlanFiles, model_file
+from devplace.cli.terminal import raw
 from devplace.cli.trust import require_trust
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.files import why_unwritable
@@ -417,7 +418,8 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
 def prints_on_stderr() -> Iterator[None]:
     """What the user's code prints goes to stderr, also from C and from processes it starts: stdout
     is ours."""
-    with redirect_stdout(sys.stderr), ExitStack() as undo:
+    terminal = raw(sys.stderr)  # what it sends is its own
+    with redirect_stdout(terminal), redirect_stderr(terminal), ExitStack() as undo:
         with suppress(OSError):  # one of the two is closed
             kept = os.dup(1)
             undo.callback(os.close, kept)
@@ -449,7 +451,7 @@ def working(what: str) -> Iterator[Any]:
     if not sys.stderr.isatty():
         yield lambda text: None
         return
-    from rich.console import Console
+    from devplace.cli.console import console
 
-    with Console(stderr=True).status(what) as status:
+    with console(on_stderr=True).status(what) as status:
         yield status.update
