@@ -49,6 +49,16 @@ class InfeasibleError(DevplaceError):
         self.missing_bytes = dict(missing_bytes or {})
 
 
+class WriteError(DevplaceError):
+    """What was asked for was found, but cannot be written."""
+
+    exit_code = 1
+
+
+class CheckpointError(InputError):
+    """A checkpoint of a training run, or its curves, are damaged or of another run."""
+
+
 class VerificationError(DevplaceError):
     """The placed step gave other numbers than the unplaced one, or that than an eager one."""
 

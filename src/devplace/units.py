@@ -42,6 +42,8 @@ def parse_size(value: int | str, what: str = "size") -> int:
     if isinstance(value, Integral):
         if value < 0:
             raise InputError(f"{what} must not be negative, got {value} bytes.")
+        if value >= 2**63:
+            raise InputError(f"{what} must be below 2^63 bytes.")
         return int(value)
     match = re.fullmatch(_NUMBER + r"([A-Za-z]*)\s*", value)
     unit = (match.group(2).upper() or "B") if match else ""
@@ -71,6 +73,8 @@ def parse_time_ns(value: int | str, what: str = "time") -> int:
     if isinstance(value, int):
         if value < 0:
             raise InputError(f"{what} must not be negative, got {value} ns.")
+        if value >= 2**63:
+            raise InputError(f"{what} must be below 2^63 ns.")
         return value
     match = re.fullmatch(_NUMBER + r"([a-z]+)\s*", value)
     if match is None or match.group(2) not in TIME_UNITS_NS:

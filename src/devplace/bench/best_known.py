@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from devplace.errors import InputError
-from devplace.files import write_whole
+from devplace.errors import InputError, WriteError
+from devplace.files import decode_json, read_whole, write_whole
 from devplace.instances import Instance, fingerprint
 
 FILE = Path(__file__).parents[1] / "instances" / "best_known.json"
@@ -53,12 +53,12 @@ def load_best_known(path: Path | None = None) -> dict[str, BestKnown]:
     """
     path = path or FILE
     try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[BestKnown])
+        rows = decode_json(read_whole(path), list[BestKnown])
     except OSError as error:
         raise InputError(
             f"Cannot read {path}: {error.strerror}. Install devplace again."
         ) from error
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise InputError(f"{path} is damaged: {error}. Restore it.") from error
     return {row.fingerprint: row for row in rows}
 
@@ -103,7 +103,7 @@ def save_best_known(rows: Sequence[BestKnown], path: Path | None = None) -> None
     """Add rows, replacing those of the same instance.
 
     Raises:
-        InputError: The file cannot be written.
+        WriteError: The file cannot be written.
     """
     path = path or FILE
     known = load_best_known(path) if path.exists() else {}
@@ -113,4 +113,4 @@ def save_best_known(rows: Sequence[BestKnown], path: Path | None = None) -> None
     try:
         write_whole(path, data)
     except OSError as error:
-        raise InputError(f"Cannot write {path}: {error.strerror}. Leave --record out.") from error
+        raise WriteError(f"Cannot write {path}: {error.strerror}. Leave --record out.") from error

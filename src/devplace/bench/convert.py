@@ -263,6 +263,12 @@ def dataflow_problem(instance: DataflowInstance) -> tuple[Problem, Fraction]:
     return Problem(graph, machine, CostTable(costs, instance.about.name)), unit
 
 
+def rounded_off(instance: DataflowInstance, unit: Fraction) -> Fraction:
+    """What all of an instance's numbers together lose as whole multiples of a unit."""
+    values = [Fraction(value) for value in (*instance.compute, *instance.transfer)]
+    return sum((abs(value - round(value / unit) * unit) for value in values), Fraction(0))
+
+
 def _unit(values: list[float]) -> Fraction:
     """1 if all numbers are whole, else the largest power of ten that makes them so, or nearly."""
     exact = [Fraction(value) for value in values]

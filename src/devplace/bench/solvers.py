@@ -18,6 +18,7 @@ from devplace.bench.convert import (
     dataflow_problem,
     replicated_problem,
     round_load,
+    rounded_off,
     tensor_stage_problem,
 )
 from devplace.errors import InputError, did_you_mean
@@ -39,6 +40,7 @@ from devplace.simulator.bounds import lower_bound
 from devplace.verify import Stage
 
 DEFAULT = "search"
+MOST_THREADS = 1024
 _STATUS: dict[str, Status] = {
     "optimal": "optimal",
     "feasible": "feasible",
@@ -55,11 +57,23 @@ class Effort:
         budget: Seconds, and simulations where the solver counts them.
         seed: Of all randomness.
         threads: Threads, at most.
+
+    Raises:
+        InputError: A seed or a number of threads out of range.
     """
 
     budget: Budget
     seed: int = 0
     threads: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise InputError(
+                f"A search takes from 1 to {MOST_THREADS} threads, got {self.threads}. Give as "
+                f"many as there are cores."
+            )
+        if not 0 <= self.seed < 2**31:
+            raise InputError(f"A seed must be from 0 to 2^31 - 1, got {self.seed}.")
 
     @property
     def seconds(self) -> float | None:
@@ -222,12 +236,18 @@ def _placer(name: str) -> Solver:
             device[int(op.name)] = d
         order = tuple(tuple(int(ops[v].name) for v in row) for row in result.plan.order)
         order += ((),) * (instance.num_devices - len(order))
+        if result.is_interrupted:
+            raise KeyboardInterrupt
         least = max(result.bound.step_ns, _exact_bound(problem))
+        value, lost = result.step_ns * unit, rounded_off(instance, unit)
+        if lost > Fraction(value) / 10**9:  # its numbers are too far apart
+            bound = float(max(Fraction(0), least * unit - lost))
+            return Answer(Schedule(tuple(device), order), "feasible", bound)
         return Answer(
             Schedule(tuple(device), order),
             "optimal" if result.step_ns <= least else "feasible",
             float(least * unit),
-            float(result.step_ns * unit),
+            float(value),
         )
 
     return run

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import click
 from devplace.bench import Effort, Row, bench, save_best_known
 from devplace.cli.session import check_output
 from devplace.cli.terminal import shown
-from devplace.errors import InputError
+from devplace.errors import DevplaceError, WriteError
 from devplace.files import write_whole
 from devplace.instances import Changes, change_all, load_instance
 from devplace.instances.suites import find
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from devplace.instances import Instance
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
 @dataclass(frozen=True)
 class BenchOutcome:
     """Rows of a suite."""
@@ -34,9 +38,8 @@ class BenchOutcome:
     rows: list[Row]
     recorded: int
     output: Path | None
-
-    exit_code = 0
-    complaint = ""
+    exit_code: int = 0
+    complaint: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -67,6 +70,8 @@ def run(
 ) -> BenchOutcome:
     """Solve what the specs name; every row is checked by the verifier.
 
+    Where it ends early, by Ctrl-C or an error, the rows until then are kept.
+
     Raises:
         InputError: A spec, file, option or budget that makes no sense.
         VerificationError: A solver and the verifier disagree.
@@ -77,17 +82,30 @@ def run(
         check_output("solutions", output, files)
     given = [load_instance(file, objective) for file in files]
     instances = change_all(given, _changes(changes))
-    rows = []
-    with _progress(len(instances)) as begin:
-        for row in bench(instances, Effort(limits, seed, threads), placer, begin):
-            rows.append(row)
-    news = [row.record for row in rows if row.record is not None] if records else []
-    if news:
-        save_best_known(news)
-    outcome = BenchOutcome(" ".join(specs), rows, len(news), output)
-    if output is not None:
-        _write(output, outcome)
-    return outcome
+    rows: list[Row] = []
+    code, complaints = 0, []
+    try:
+        with _progress(len(instances)) as begin:
+            for row in bench(instances, Effort(limits, seed, threads), placer, begin):
+                rows.append(row)
+    except (KeyboardInterrupt, DevplaceError) as error:
+        if not rows:
+            raise
+        is_ours = isinstance(error, DevplaceError)
+        code = error.exit_code if isinstance(error, DevplaceError) else INTERRUPTED
+        complaints = [str(error) if is_ours else f"interrupted: these are the first {len(rows)}."]
+    outcome = BenchOutcome(" ".join(specs), rows, 0, output)
+    try:
+        news = [row.record for row in rows if row.record is not None] if records else []
+        if news:
+            save_best_known(news)
+            outcome = replace(outcome, recorded=len(news))
+        if output is not None:
+            _write(output, outcome)
+    except WriteError as error:
+        outcome = replace(outcome, output=None)
+        code, complaints = code or error.exit_code, [*complaints, str(error)]
+    return replace(outcome, exit_code=code, complaint=" ".join(complaints))
 
 
 COLUMNS = (
@@ -164,14 +182,14 @@ def _size(text: str) -> int | str:
 
 def _write(output: Path, outcome: BenchOutcome) -> None:
     rows = []
-    for row, shown in zip(outcome.rows, outcome.as_json()["rows"], strict=True):
+    for row, data in zip(outcome.rows, outcome.as_json()["rows"], strict=True):
         solution = None if row.solution is None else asdict(row.solution)
-        rows.append({**shown, "file": row.instance.about.path, "solution": solution})
+        rows.append({**data, "file": row.instance.about.path, "solution": solution})
     text = json.dumps({"suite": outcome.suite, "rows": rows}, allow_nan=False) + "\n"
     try:
         write_whole(output, text.encode())
     except OSError as error:
-        raise InputError(f"Cannot write {output}: {error.strerror}. Check the path.") from error
+        raise WriteError(f"Cannot write {output}: {error.strerror}. Check the path.") from error
 
 
 @contextmanager

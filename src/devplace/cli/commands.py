@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from devplace.cli.planning import Outputs
     from devplace.cli.session import Given, Request
 
+SEED = click.IntRange(0, 2**63 - 1)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -60,7 +61,7 @@ def _problem_options(command: F) -> F:
         click.argument("model"),
         click.option("--machine", default="detect", show_default=True, metavar="NAME|FILE"),
         click.option("--budget", default="30s", show_default=True, metavar="30s|2000ev"),
-        click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0)),
+        click.option("--seed", default=0, show_default=True, type=SEED),
         click.option("--size", default="full", show_default=True, metavar="small|full"),
         click.option("--batch", type=int, help="Samples per step; the model's own by default."),
         click.option(
@@ -302,7 +303,7 @@ def explain(plan_file: Path, device_map: bool, as_json: bool, **values: Any) -> 
     "--seed",
     default=0,
     show_default=True,
-    type=click.IntRange(min=0),
+    type=SEED,
     help="Of dropout and the like.",
 )
 @_plan_options

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from devplace.errors import InputError
-from devplace.files import write_whole
+from devplace.errors import InputError, WriteError
+from devplace.files import decode_json, read_whole, write_whole
 from devplace.plan import Plan
 
 
@@ -34,7 +34,7 @@ def keep_measured(path: Path, plan: Plan, measured: Any) -> None:
     """Keep the measured timeline of a plan beside it.
 
     Raises:
-        InputError: It cannot be written there.
+        WriteError: It cannot be written there.
     """
     data = {
         "graph": plan.fingerprints.graph,
@@ -50,7 +50,7 @@ def keep_measured(path: Path, plan: Plan, measured: Any) -> None:
     try:
         write_whole(target, msgspec.json.encode(data))
     except OSError as error:
-        raise InputError(f"Cannot write {target}: {error.strerror}. Check the folder.") from error
+        raise WriteError(f"Cannot write {target}: {error.strerror}. Check the folder.") from error
 
 
 def load_measured(path: Path, plan: Plan) -> Any:
@@ -61,7 +61,7 @@ def load_measured(path: Path, plan: Plan) -> Any:
     if not target.exists():
         return None
     try:
-        data = msgspec.json.decode(target.read_bytes(), type=_Measured)
+        data = decode_json(read_whole(target), _Measured)
         of_plan = (plan.fingerprints.graph, plan.placement, plan.order)
         if (data.graph, data.placement, data.order) != of_plan:
             return None
@@ -72,7 +72,7 @@ def load_measured(path: Path, plan: Plan) -> Any:
             raise ValueError("rows of unequal length")
         start, finish, sent, arrived = (np.array(row, np.int64) for row in rows)
         return MeasuredTimeline(start, finish, sent, arrived, data.makespan_ns)
-    except (OSError, msgspec.MsgspecError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise InputError(
             f"{target} is damaged ({type(error).__name__}). Remove it, or run the plan again."
         ) from error

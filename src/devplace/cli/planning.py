@@ -23,7 +23,7 @@ from devplace.cli.session import (
     working,
 )
 from devplace.cli.trust import remember
-from devplace.errors import InputError
+from devplace.errors import InputError, WriteError
 from devplace.placers import Budget, Placer, Result
 from devplace.placers.infeasible import infeasible
 from devplace.report import Skipped
@@ -41,12 +41,14 @@ INTERRUPTED = 130
 @dataclass(frozen=True)
 class Outputs:
     """Files to write: the plan as JSON, a page with the timeline, a folder for curves and
-    checkpoints of placers that learn; with `resume` they go on from there."""
+    checkpoints of placers that learn; with `resume` they go on from there. `failures` are why some
+    could not be written."""
 
     plan: Path | None = None
     html: Path | None = None
     log_dir: Path | None = None
     resume: bool = False
+    failures: tuple[str, ...] = ()
 
     def check(self, request: Request) -> None:
         """A path that cannot or must not be written is told before the search, not after."""
@@ -74,14 +76,26 @@ class Outputs:
         changed: Placer = replace(placer, training=training)  # type: ignore[type-var]
         return changed
 
-    def write(self, result: Result, rows: Sequence[Result | Skipped] = ()) -> None:
-        """Write what was asked for; a plan only if it fits."""
+    def write(self, result: Result, rows: Sequence[Result | Skipped] = ()) -> Outputs:
+        """Write what was asked for; a plan only if it fits.
+
+        Returns:
+            These, without what could not be written; `failures` tell why.
+        """
+        written, failures = self, []
         if self.plan is not None and result.is_feasible:
-            with_folder(result.plan, self.plan).save(self.plan)
+            try:
+                with_folder(result.plan, self.plan).save(self.plan)
+            except InputError as error:
+                written, failures = replace(written, plan=None), [str(error)]
         if self.html is not None:
             from devplace.report import save_html_report
 
-            save_html_report(self.html, result, rows)
+            try:
+                save_html_report(self.html, result, rows)
+            except InputError as error:
+                written, failures = replace(written, html=None), [*failures, str(error)]
+        return replace(written, failures=tuple(failures))
 
     def lines(self, result: Result) -> list[str]:
         """What was written, in words."""
@@ -106,16 +120,21 @@ class PlanOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if it fits, else 3; 130 after Ctrl-C."""
+        """0 if it fits, else 3; 1 if it cannot be written, 130 after Ctrl-C."""
         if self.result.is_interrupted:
             return INTERRUPTED
+        if self.outputs.failures:
+            return WriteError.exit_code
         return 0 if self.result.is_feasible else 3
 
     @property
     def complaint(self) -> str:
         """Why it does not fit, or that it was interrupted."""
         if self.result.is_interrupted:
-            return "interrupted: this is the best plan found until then."
+            text = "interrupted: this is the best plan found until then."
+            return " ".join([text, *self.outputs.failures])
+        if self.outputs.failures:
+            return " ".join(self.outputs.failures)
         if self.result.is_feasible:
             return ""
         return str(infeasible(self.result.timeline, self.result.placer, self.result.bound))
@@ -190,9 +209,12 @@ class CompareOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if some plan fits, 3 if none does, 2 if no placer supports it; 130 after Ctrl-C."""
+        """0 if some plan fits, 3 if none does, 2 if no placer supports it; 1 if the plan cannot be
+        written, 130 after Ctrl-C."""
         if any(result.is_interrupted for result in self.results):
             return INTERRUPTED
+        if self.outputs.failures:
+            return WriteError.exit_code
         if self.best is not None:
             return 0
         return 3 if self.results else InputError.exit_code
@@ -201,7 +223,10 @@ class CompareOutcome:
     def complaint(self) -> str:
         """Why nothing fits, or that it was interrupted."""
         if self.exit_code == INTERRUPTED:
-            return "interrupted: these are the placers that had a plan until then."
+            text = "interrupted: these are the placers that had a plan until then."
+            return " ".join([text, *self.outputs.failures])
+        if self.outputs.failures:
+            return " ".join(self.outputs.failures)
         if self.best is not None:
             return ""
         if not self.results:
@@ -270,8 +295,7 @@ def plan(
     confirmation = None
     if confirms and result.is_feasible and not result.is_interrupted:
         confirmation, result = _confirmed(session, result)
-    outputs.write(result)
-    return PlanOutcome(session, result, outputs, confirmation)
+    return PlanOutcome(session, result, outputs.write(result), confirmation)
 
 
 def _runnable(request: Request) -> Request:
@@ -328,7 +352,7 @@ def compare(
                     break
     outcome = CompareOutcome(session, rows, bound, outputs)
     if outcome.best is not None:
-        outputs.write(outcome.best, rows)
+        return replace(outcome, outputs=outputs.write(outcome.best, rows))
     return outcome
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from devplace.cli.session import check_output, working
-from devplace.errors import InputError, MachineError, VerificationError
+from devplace.errors import InputError, MachineError, VerificationError, WriteError
 from devplace.files import write_whole
 from devplace.machine import Machine, detect, toml
 from devplace.units import format_bytes, format_time
@@ -29,21 +29,25 @@ class ProbeOutcome:
     machine: Machine | None
     refusal: str
     output: Path | None
+    failure: str = ""
 
     @property
     def exit_code(self) -> int:
-        """0, or that of a failed verification if a pair must not be used."""
-        return VerificationError.exit_code if self.report.faulty else 0
+        """0; that of a failed verification if a pair must not be used; 1 if the machine could not
+        be written."""
+        if self.report.faulty:
+            return VerificationError.exit_code
+        return WriteError.exit_code if self.failure else 0
 
     @property
     def complaint(self) -> str:
         """The pairs that must not be used."""
         faults = [f"{p.src} -> {p.dst} {p.faults[0]}" for p in self.report.faulty]
         if not faults:
-            return ""
+            return self.failure
         ending = self.refusal or "Plans for the measured machine do not use them."
         count = f"{len(faults)} of {len(self.report.pairs)} links are faulty"
-        return f"{count}: {'; '.join(faults)}. {ending}"
+        return f"{count}: {'; '.join(faults)}. {ending} {self.failure}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -97,7 +101,8 @@ def probe(output: Path | None) -> ProbeOutcome:
         try:
             write_whole(output, toml.dumps(measured).encode())
         except OSError as error:
-            raise InputError(f"Cannot write {output}: {error.strerror}. Check the path.") from error
+            failure = f"Cannot write {output}: {error.strerror}. Check the path."
+            return ProbeOutcome(report, measured, refusal, None, failure)
     return ProbeOutcome(report, measured, refusal, output)
 
 

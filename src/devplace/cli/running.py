@@ -13,7 +13,7 @@ import click
 from devplace.cli.measured import keep_measured
 from devplace.cli.session import Given, Session, prints_on_stderr, reopen, working
 from devplace.cli.tracing import print_deviations
-from devplace.errors import InputError
+from devplace.errors import WriteError
 from devplace.plan import Plan, load_plan
 from devplace.units import format_bytes, format_time
 
@@ -146,7 +146,7 @@ def _keep(path: Path, plan: Plan, measured: Any) -> list[str]:
     """Keep the measured timeline; what was checked and measured is told also where it cannot be."""
     try:
         keep_measured(path, plan, measured)
-    except InputError as error:
+    except WriteError as error:
         return [f"the measured timeline is not kept. {error}"]
     return []
 

@@ -12,7 +12,7 @@ import msgspec
 
 from devplace.cli.measured import load_measured, measured_path
 from devplace.cli.session import Given, check_output, refuse_overwriting, reopen
-from devplace.errors import InputError
+from devplace.errors import InputError, WriteError
 from devplace.files import write_whole
 from devplace.plan import load_plan
 
@@ -82,6 +82,6 @@ def trace(path: Path, output: Path, given: Given, with_deviations: bool) -> Trac
     try:
         write_whole(output, msgspec.json.encode(data))
     except OSError as error:
-        raise InputError(f"Cannot write {output}: {error.strerror}. Check the folder.") from error
+        raise WriteError(f"Cannot write {output}: {error.strerror}. Check the folder.") from error
     found = report.deviations(timeline, measured, transfers) if with_deviations else None
     return TraceOutcome(output, len(data["traceEvents"]), measured is not None, found)

@@ -217,6 +217,8 @@ def _validate(graph: OpGraph) -> None:
         if op.name in names:
             raise GraphError(f"Op names must be unique: {op.name!r} occurs twice.")
         names.add(op.name)
+        if op.is_source and op.inputs:
+            raise GraphError(f"Sources are there before the step: {op.name!r} must read nothing.")
         for tensor in op.inputs:
             if not 0 <= tensor < len(made):
                 raise GraphError(f"Op {op.name!r} reads tensor {tensor}, which does not exist.")

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from devplace.errors import GraphError
+from devplace.files import decode_json, read_whole, write_whole
 from devplace.graph.graph import Op, OpGraph, StepResult, Tensor
 
 FORMAT_VERSION = 1
@@ -47,8 +48,8 @@ def from_json(data: bytes, where: str = "graph") -> OpGraph:
         GraphError: Truncated, another format or version, or not a valid graph.
     """
     try:
-        found = msgspec.json.decode(data, type=_GraphFile)
-    except msgspec.MsgspecError as error:
+        found = decode_json(data, _GraphFile)
+    except ValueError as error:
         raise GraphError(f"{where} is not a devplace graph: {error}. Capture it again.") from error
     if found.format != "devplace graph" or found.version != FORMAT_VERSION:
         raise GraphError(
@@ -65,7 +66,7 @@ def save(graph: OpGraph, path: str | Path) -> None:
         GraphError: The file cannot be written.
     """
     try:
-        Path(path).write_bytes(to_json(graph))
+        write_whole(path, to_json(graph))
     except OSError as error:
         raise GraphError(f"Cannot write graph {path}: {error.strerror}. Check the path.") from error
 
@@ -77,9 +78,10 @@ def load(path: str | Path) -> OpGraph:
         GraphError: Missing or unreadable.
     """
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise GraphError(f"Cannot read graph {path}: {error.strerror}. Check the path.") from error
+        data = read_whole(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise GraphError(f"Cannot read graph {path}: {reason}. Check the path.") from error
     return from_json(data, str(path))
 
 

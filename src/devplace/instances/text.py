@@ -9,10 +9,10 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from devplace.errors import InputError
+from devplace.files import read_whole
 
 T = TypeVar("T")
-LARGEST_FILE = 1 << 30
-LARGEST = 10**30
+LARGEST, LEAST = 10**30, 1e-30
 MOST_DEVICES = 10**6
 
 
@@ -20,17 +20,16 @@ def read_text(path: str | Path) -> str:
     """The file as text.
 
     Raises:
-        InputError: Missing, no regular file, larger than 1 GiB, or not UTF-8.
+        InputError: Missing, a folder, larger than 1 GB, or not UTF-8.
     """
     file = Path(path)
     try:
         if file.is_dir():
             raise InputError(f"{path} is a folder. Name a file, or a suite with the folder.")
-        if file.stat().st_size > LARGEST_FILE:
-            raise InputError(f"{path} has {file.stat().st_size} bytes, more than 1 GiB.")
-        data = file.read_bytes()
-    except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror}. Check the path.") from error
+        data = read_whole(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"Cannot read {path}: {reason}. Check the path.") from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -76,7 +75,7 @@ def fail(path: str, where: str, problem: str, remedy: str = "Correct the file.")
 
 
 def not_negative(path: str, where: str, value: float) -> float:
-    """The value, if it is a number of at least 0 whose sums stay exact enough.
+    """The value, if it is 0 or a number whose sums and quotients stay within what floats hold.
 
     Raises:
         InputError: It is not.
@@ -84,6 +83,8 @@ def not_negative(path: str, where: str, value: float) -> float:
     if not 0 <= value < LARGEST:
         shown = value if isinstance(value, float) else f"{str(value)[:12]}..."
         fail(path, where, f"must be a number from 0 to {LARGEST:.0e}, got {shown}")
+    if 0 < value < LEAST:
+        fail(path, where, f"must be 0 or at least {LEAST:.0e}, got {value}")
     return value
 
 

@@ -13,6 +13,10 @@ from devplace.units import NS_PER_S
 
 _TIME_LIMIT_NS = 10**15  # 11 days; sums of a few stay far inside 64 bits
 
+MOST_STREAMS = 1024
+MOST_DEVICES = 2048
+"""Of one machine: pairs of them are looked at one by one."""
+
 DeviceKind = Literal["cpu", "gpu"]
 
 # fmt: off
@@ -269,6 +273,11 @@ def _validate(machine: Machine) -> None:
         raise MachineError(
             f"Machine {machine.name!r} has no devices. Add at least one [[devices]]."
         )
+    if len(machine.devices) > MOST_DEVICES:
+        raise MachineError(
+            f"Machine {machine.name!r} has {len(machine.devices)} devices, at most {MOST_DEVICES} "
+            f"can be planned for. Describe a part of it."
+        )
     names: set[str] = set()
     pools = {pool.name for pool in machine.pools}
     for device in machine.devices:
@@ -314,7 +323,8 @@ def _not_negative(value: int, owner: str, name: str, unit: str) -> None:
 def _below(value: float, limit: int, owner: str, name: str, unit: str) -> None:
     if value >= limit:
         most = f"{limit:.3g} {unit}".rstrip()
-        raise MachineError(f"{owner}: {name} must be below {most}, got {value:.3g}.")
+        shown = f"{value:.3g}" if value < 1e300 else "more than 1e300"
+        raise MachineError(f"{owner}: {name} must be below {most}, got {shown}.")
 
 
 def _validate_device(device: Device, pools: set[str]) -> None:
@@ -326,7 +336,11 @@ def _validate_device(device: Device, pools: set[str]) -> None:
     _positive(device.memory_bytes, owner, "memory_bytes", "bytes")
     _positive(device.bytes_per_s, owner, "bytes_per_s", "bytes/s")
     _positive(device.streams, owner, "streams", "")
-    _below(device.streams, 2**31, owner, "streams", "")
+    if device.streams > MOST_STREAMS:
+        raise MachineError(
+            f"{owner}: streams must be below {MOST_STREAMS + 1}, got {device.streams}: no device "
+            f"runs so many ops at once (a GPU at most 128). Give the number that it does."
+        )
     _not_negative(device.reserve_bytes, owner, "reserve_bytes", "bytes")
     _not_negative(device.launch_gap_ns, owner, "launch_gap_ns", "ns")
     if "float32" not in device.flops_per_s:

@@ -15,6 +15,7 @@ SIZES: Mapping[str, int] = {unit: SIZE_UNITS[unit.upper()] for unit in _SIZE_NAM
 BANDWIDTHS: Mapping[str, int] = {f"{unit}/s": scale for unit, scale in SIZES.items()}
 FLOP_RATES: Mapping[str, int] = {f"{unit}FLOP/s": scale for unit, scale in _SCALES.items()}
 TIMES: Mapping[str, int] = {u: s for u, s in TIME_UNITS_NS.items() if u != "min"}
+_TOO_LARGE = 2.0**63  # simulators count in int64
 _TEXT = re.compile(r"\s*([+-]?[0-9][0-9_.]*(?:[eE][+-]?[0-9]+)?|[+-]?(?:nan|inf))\s*(.*?)\s*", re.I)
 
 
@@ -44,6 +45,9 @@ def parse_quantity(
             f"{what} has an unknown unit {unit!r} in {value!r}. Use one of {', '.join(units)}."
         )
     rule = "positive" if positive else "zero or more"
+    if number * scale >= _TOO_LARGE:
+        shown = _short(value if isinstance(value, str) else f"{value} {unit}")
+        raise MachineError(f"{what} must be below 2^63 {next(iter(units))}, got {shown}.")
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
         shown = value if isinstance(value, str) else f"{value} {unit}"
         raise MachineError(f"{what} must be {rule}, got {shown}. Measure it or set it.")
@@ -56,7 +60,10 @@ def parse_quantity(
 def _split(value: object, units: Mapping[str, int], what: str) -> tuple[float, str]:
     base = next(iter(units))
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value), base
+        try:
+            return float(value), base
+        except OverflowError:  # an integer beyond all floats
+            return math.inf if value > 0 else -math.inf, base
     match = _TEXT.fullmatch(value) if isinstance(value, str) else None
     try:
         number = float(match.group(1)) if match else math.nan
@@ -69,6 +76,10 @@ def _split(value: object, units: Mapping[str, int], what: str) -> tuple[float, s
             f"Use for example '12 {largest}', or a whole number of {base}."
         )
     return number, match.group(2) or base
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:36]}..."
 
 
 def format_quantity(value: int, units: Mapping[str, int]) -> str | int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from devplace.errors import MachineError, did_you_mean
+from devplace.files import read_whole
 from devplace.machine.machine import (
     RATE_DTYPES,
     Device,
@@ -30,6 +31,8 @@ from devplace.machine.quantity import (
 from devplace.machine.toml_lines import Place, field_lines
 
 Parser = Callable[[Any, str], Any]
+MOST_BYTES = 10**8
+"""Size of the largest machine file; one of 64 devices with all links has 1 MB."""
 
 
 def _of_type(value: Any, what: str, kind: type, example: str) -> Any:
@@ -145,9 +148,10 @@ def load(path: str | Path) -> Machine:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8-sig")  # as some editors write it
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        text = read_whole(file, MOST_BYTES).decode("utf-8-sig")  # as some editors write it
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeError)
+        reason = (getattr(error, "strerror", None) or error) if is_text else "it is not UTF-8 text"
         raise MachineError(f"Cannot read machine file {str(path)!r}: {reason}.") from None
     return loads(text, str(path))
 
@@ -165,6 +169,10 @@ def loads(text: str, file: str = "machine.toml") -> Machine:
         line = f":{found.group(1)}" if found else f":{len(text.splitlines())}"
         reason = re.sub(r" \(at .*\)", "", str(error))
         raise MachineError(f"{file}{line}: not valid TOML: {reason}.") from None
+    except RecursionError:
+        raise MachineError(f"{file}: not valid TOML: it is nested too deeply.") from None
+    except ValueError as error:  # a number of more than 4,300 digits
+        raise MachineError(f"{file}: not valid TOML: {error}.") from None
     return _Reader(file, field_lines(text), data).machine()
 
 

@@ -9,6 +9,9 @@ from devplace.errors import InputError
 from devplace.units import NS_PER_S, parse_time_ns
 
 DEFAULT_SECONDS = 30.0
+MOST_SECONDS = 10**9
+"""30 years; longer times of the clock do not fit into what counts them."""
+MOST_EVALUATIONS = 10**15
 
 
 @dataclass(frozen=True)
@@ -22,18 +25,32 @@ class Budget:
         evaluations: Simulations (or measured steps). None: no limit.
 
     Raises:
-        InputError: A limit that is not positive.
+        InputError: A limit that is not positive, or beyond 30 years or 10^15 evaluations.
     """
 
     seconds: float | None = None
     evaluations: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("seconds", self.seconds), ("evaluations", self.evaluations)):
-            if value is not None and not value > 0:
+        for name, value, most in (
+            ("seconds", self.seconds, MOST_SECONDS),
+            ("evaluations", self.evaluations, MOST_EVALUATIONS),
+        ):
+            if value is None:
+                continue
+            if not value > 0:
                 raise InputError(
                     f"A budget must be positive: {name} is {value}. Give for example 30s or 2000ev."
                 )
+            if value > most:
+                raise InputError(
+                    f"A budget must be at most {most:.0e} {name}. Leave {name} out for no limit."
+                )
+        if self.evaluations is not None and self.evaluations != int(self.evaluations):
+            raise InputError(
+                f"A budget has a whole number of evaluations, got {self.evaluations}. "
+                f"Give for example 2000ev."
+            )
 
     @classmethod
     def parse(cls, text: str | Budget | None) -> Budget:

@@ -69,8 +69,8 @@ def place(
             f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
             f"Known: {', '.join(OBJECTIVES)}."
         )
-    if not isinstance(seed, int) or seed < 0:
-        raise InputError(f"A seed must be a whole number, 0 or more, got {seed!r}.")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"A seed must be a whole number from 0 to 2^63 - 1, got {seed!r}.")
     if isinstance(placer, (str, type)) or not callable(placer):
         raise InputError(
             f"A placer must be an instance such as placers.Search(), got {placer!r}. "

@@ -13,7 +13,7 @@ import numpy as np
 
 import devplace
 from devplace.errors import PlanError, PlanMismatchError
-from devplace.files import write_whole
+from devplace.files import decode_json, read_whole, write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Machine
 from devplace.problem import Placement, Problem
@@ -199,12 +199,13 @@ def load_plan(path: str | Path) -> Plan:
         PlanError: Missing, truncated, edited so that it no longer hangs together, another format.
     """
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise PlanError(f"Cannot read plan {path}: {error.strerror}. Check the path.") from error
+        data = read_whole(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(f"Cannot read plan {path}: {reason}. Check the path.") from error
     try:
-        found = msgspec.json.decode(data, type=_PlanFile)
-    except msgspec.MsgspecError as error:
+        found = decode_json(data, _PlanFile)
+    except ValueError as error:
         raise PlanError(
             f"{path} is not a whole devplace plan: {error}. Make the plan again."
         ) from error

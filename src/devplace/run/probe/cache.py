@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from devplace.files import cache_folder
+from devplace.files import cache_folder, decode_json, read_whole, write_whole
 from devplace.run.probe.report import ProbeReport
 
 _log = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ def kept_text(kind: str, key: dict[str, str]) -> str | None:
     """The text of this kind kept for this key; a damaged or half-written file counts as none."""
     path = _path(kind, key)
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        kept = decode_json(read_whole(path), _Kept)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -67,16 +65,7 @@ def keep_text(kind: str, key: dict[str, str], text: str) -> bool:
     data = msgspec.json.encode(_Kept(sha256=_checksum(text), report=text))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, data)
     except OSError as error:
         _log.warning("The %s could not be kept in %s: %s", kind, path, error)
         return False
