@@ -155,8 +155,8 @@ def test_files_without_end_are_not_read() -> None:
         read_whole("/dev/zero", 1000)
 
 
-@pytest.mark.parametrize("data", [b"[" * 100_000, b"\xff", b"{", b'"a"', b"9" * 400])
+@pytest.mark.parametrize("data", [b"[" * 100_000, b"\xff", b"{", b'"a"'])
 def test_json_of_another_kind_is_a_value_error(data: bytes) -> None:
-    """Deep, not UTF-8, cut, of another type, too large."""
+    """Deep, not UTF-8, cut, of another type."""
     with pytest.raises(ValueError, match="."):
         decode_json(data, int)

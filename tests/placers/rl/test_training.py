@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import torch
 from tests.placers.rl.cases import curves, layered, logged, three_ops
 from tests.placers.rl.test_systems import small
 
-from devplace.errors import InputError
+from devplace.errors import CheckpointError, InputError
 from devplace.placers import Budget, Evaluator, PostPpo, place
 from devplace.placers.rl import curves as rl_curves
 from devplace.placers.rl.options import TrainingOptions
@@ -80,7 +82,9 @@ def test_a_measured_run_is_another_run(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", "other problem", "no generator"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"KPK\x03", "other problem", "no generator", "one bit"]
+)
 def test_a_checkpoint_of_something_else_is_refused(content: bytes | str, tmp_path: Path) -> None:
     """Empty, damaged, incomplete, of another problem: the error names the file and what to do."""
     place(three_ops(), logged(PostPpo(), tmp_path / "a"), "40ev", 0)
@@ -91,12 +95,66 @@ def test_a_checkpoint_of_something_else_is_refused(content: bytes | str, tmp_pat
         place(three_ops(memory=90), logged(PostPpo(), tmp_path / "b"), "40ev", 0)
         (other,) = (tmp_path / "b").glob("*/checkpoint.pt")
         path.write_bytes(other.read_bytes())
+    elif content == "one bit":
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
     else:
         state = torch.load(path, weights_only=True)
         del state["generator"]
         torch.save(state, path)
-    with pytest.raises(InputError, match=r"Cannot resume from .*checkpoint\.pt.*delete the file"):
+    with pytest.raises(CheckpointError, match=r"Cannot resume from .*checkpoint\.pt.*delete the file"):
         place(three_ops(), logged(PostPpo(), tmp_path / "a", resume=True), "80ev", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: "evaluations,seconds,\n",
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("20,", "x,", 1),
+        lambda text: text.replace(",", ";", 1),
+        lambda text: text.replace("entropy", "seconds"),
+        lambda text: text.replace("entropy", "other"),
+        lambda text: "\udcff" + text,
+    ],
+    ids=["empty", "no-rows", "cut", "no-number", "short", "twice", "other-columns", "not-utf8"],
+)
+def test_damaged_curves_are_named(change: Callable[[str], str], tmp_path: Path) -> None:
+    """Rows that a checkpoint counts on must be there, whole, and numbers."""
+    place(three_ops(), logged(PostPpo(), tmp_path), "60ev", 0)
+    (path,) = tmp_path.glob("*/curves.csv")
+    path.write_text(change(path.read_text()), errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=r"curves\.csv.*delete the folder"):
+        place(three_ops(), logged(PostPpo(), tmp_path, resume=True), "120ev", 0)
+
+
+def test_half_a_row_behind_a_checkpoint_is_dropped(tmp_path: Path) -> None:
+    """A kill may leave one: the checkpoint does not count on it."""
+    place(three_ops(), logged(PostPpo(), tmp_path), "60ev", 0)
+    (path,) = tmp_path.glob("*/curves.csv")
+    path.write_text(f"{path.read_text()}80,0.1")
+    place(three_ops(), logged(PostPpo(), tmp_path, resume=True), "100ev", 0)
+    assert [row["evaluations"] for row in curves(tmp_path)] == [20, 40, 60, 80, 100]
+
+
+def test_a_full_disk_ends_curves_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found is given; a note says since when nothing is written."""
+
+    def fail(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    training = PostPpo(training=TrainingOptions(log_dir=tmp_path, checkpoint_every=20))
+    whole = place(three_ops(), PostPpo(), "100ev", 0)
+    with monkeypatch.context() as patch:
+        writes = iter([os.fsync] * 2)
+        patch.setattr(os, "fsync", lambda handle: next(writes, fail)(handle))
+        found = place(three_ops(), training, "100ev", 0)
+    assert found.placement.devices.tolist() == whole.placement.devices.tolist()
+    assert any("No space left" in note for note in found.notes)
 
 
 def test_tensorboard_keeps_what_came_before_a_resume(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from devplace.errors import InputError
+from devplace.errors import CheckpointError, InputError
+from devplace.files import read_whole, write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.rl.curves import Curves
@@ -25,6 +26,7 @@ from devplace.placers.rl.options import TrainingOptions
 from devplace.problem import Problem
 
 CHECKPOINT = "checkpoint.pt"
+SEAL_BYTES = 66
 # What torch.load and what takes its result over raise for other files.
 UNREADABLE = (
     pickle.UnpicklingError,
@@ -130,10 +132,7 @@ class Training:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(
-                f"Cannot write curves and checkpoints to {folder}: {error.strerror}. Give another "
-                f"folder."
-            ) from error
+            raise _unwritable(folder, error) from error
         kept = 0
         if self.options.resume and (folder / CHECKPOINT).exists():
             kept = self._load(folder / CHECKPOINT)
@@ -143,7 +142,10 @@ class Training:
                 f"started anew, as {self.options.log_dir} has no checkpoint of this run (another "
                 f"problem, seed or setting is another run)"
             )
-        self._curves = Curves(folder, kept, self._saved_at)
+        try:
+            self._curves = Curves(folder, kept, self._saved_at)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
 
     @property
     def folder(self) -> Path:
@@ -183,24 +185,33 @@ class Training:
         self._logged_at = now
         if self._curves is None:
             return
-        best = self.environment.best_key
-        fits = outcome.step_ns[~outcome.failed]
-        self._curves.add(
-            {
-                "evaluations": now,
-                "seconds": round(self.evaluate.seconds, 3),
-                "best_ns": None if best is None or best[0] else best[1],
-                "mean_ns": round(float(fits.mean())) if len(fits) else None,
-                "failure_rate": float(outcome.failed.mean()),
-                "best_share": float(_equals(outcome, best).mean()),
-                **metrics,
-            }
-        )
+        try:
+            self._curves.add(self._row(outcome, metrics))
+        except OSError as error:
+            self._end_curves(error)
+            return
         if is_next_cut or now - self._saved_at >= self.options.checkpoint_every:
             self._save()
 
+    def _row(self, outcome: Outcome, metrics: dict[str, float | None]) -> dict[str, Any]:
+        """A row of the curves, see `log`."""
+        best = self.environment.best_key
+        fits = outcome.step_ns[~outcome.failed]
+        return {
+            "evaluations": self.evaluate.num_evaluations,
+            "seconds": round(self.evaluate.seconds, 3),
+            "best_ns": None if best is None or best[0] else best[1],
+            "mean_ns": round(float(fits.mean())) if len(fits) else None,
+            "failure_rate": float(outcome.failed.mean()),
+            "best_share": float(_equals(outcome, best).mean()),
+            **metrics,
+        }
+
     def _save(self) -> None:
-        """Write a checkpoint in one go: after a kill the old one or the new one is there."""
+        """Write a checkpoint in one go: after a kill the old one or the new one is there.
+
+        Where the disk is full, the run goes on without.
+        """
         if self._curves is None or self.environment.is_cut:
             return
         self._saved_at = self.evaluate.num_evaluations
@@ -214,18 +225,36 @@ class Training:
             "rows": self._curves.rows,
             "updates": self._updates,
         }
-        path = self.folder / CHECKPOINT
-        torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        data = buffer.getvalue()
+        try:
+            self._curves.sync()
+            write_whole(self.folder / CHECKPOINT, data + _seal(data))
+        except OSError as error:
+            self._end_curves(error)
+
+    def _end_curves(self, error: OSError) -> None:
+        """Write nothing any more."""
+        self.evaluate.notes.append(
+            f"curves and checkpoints end at evaluation {self.evaluate.num_evaluations}: cannot "
+            f"write to {self.folder}: {error.strerror}"
+        )
+        if self._curves is not None:
+            self._curves.close()
+        self._curves = None
 
     def _load(self, path: Path) -> int:
         """Take over a checkpoint; gives the rows of its curves.
 
         Raises:
-            InputError: Unreadable, or of another run.
+            CheckpointError: Damaged, or of another run.
         """
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            data = read_whole(path)
+            if data[-SEAL_BYTES:] != _seal(data[:-SEAL_BYTES]):
+                raise ValueError("it is not as it was written")
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             if state["run"] != self._id:
                 raise ValueError(f"it is of run {state['run']}, this is {self._id}")
             for name, part in self._parts.items():
@@ -237,7 +266,7 @@ class Training:
             self._updates, rows = state["updates"], int(state["rows"])
         except UNREADABLE as error:
             why = (str(error).splitlines() or [""])[0]
-            raise InputError(
+            raise CheckpointError(
                 f"Cannot resume from {path}: it is no checkpoint of this run "
                 f"({type(error).__name__}: {why[:120]}). To start anew, leave out resume or delete "
                 f"the file."
@@ -283,6 +312,17 @@ def run_id(placer: Any, evaluate: Evaluator, rng: np.random.Generator) -> str:
     found.update(b"measured" if evaluate.is_measured else b"")
     found.update(repr((problem.machine, rng.bit_generator.state)).encode())
     return found.hexdigest()[:12]
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(
+        f"Cannot write curves and checkpoints to {folder}: {error.strerror}. Give another folder."
+    )
+
+
+def _seal(data: bytes) -> bytes:
+    """What stands behind a checkpoint: a hash of it, which torch does not look at."""
+    return f"\n{hashlib.sha256(data).hexdigest()}\n".encode()
 
 
 def _device(wanted: str) -> torch.device:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
+import tokenize
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,30 @@ import torch
 from torch import nn
 
 from devplace.errors import InputError
+from devplace.files import read_whole, write_whole
 
 SHIPPED = Path(__file__).with_name("learned.npz")
 """The weights in the package."""
 RECORD = "record"
+# What numpy, zipfile, zlib and json raise for other files.
+UNREADABLE = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RecursionError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def write(path: Path, network: nn.Module, record: dict[str, Any]) -> None:
@@ -23,7 +47,9 @@ def write(path: Path, network: nn.Module, record: dict[str, Any]) -> None:
     arrays = {name: value.cpu().numpy() for name, value in network.state_dict().items()}
     halves: dict[str, Any] = {name: value.astype(np.float16) for name, value in arrays.items()}
     halves[RECORD] = np.array(json.dumps(record))
-    np.savez_compressed(path, **halves)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **halves)
+    write_whole(path, buffer.getvalue())
 
 
 def read(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -33,11 +59,14 @@ def read(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         InputError: No such file, or not one of weights.
     """
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with np.load(io.BytesIO(read_whole(path)), allow_pickle=False) as data:
             record = json.loads(str(data[RECORD]))
             names = [name for name in data.files if name != RECORD]
-            return {name: torch.as_tensor(data[name].astype(np.float32)) for name in names}, record
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            arrays = {name: data[name].astype(np.float32) for name in names}
+        if not isinstance(record, dict) or not all(np.isfinite(a).all() for a in arrays.values()):
+            raise ValueError("its record is no JSON object, or weights are not finite")
+        return {name: torch.as_tensor(array) for name, array in arrays.items()}, record
+    except UNREADABLE as error:
         raise InputError(
             f"Cannot read weights of the learned placer from {path}: {error}. Give a file that "
             f"experiments/train_learned.py wrote, or weights=None for an untrained policy."
