@@ -9,7 +9,11 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +40,20 @@ def cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "devplace"
     except RuntimeError:  # a user without an entry, as in some containers
-        return Path(tempfile.gettempdir()) / f"devplace-{os.getuid()}"
+        return _own_temporary_folder()
+
+
+@cache
+def _own_temporary_folder() -> Path:
+    """A folder that nobody else can put anything into: kernels in it are run."""
+    folder = Path(tempfile.gettempdir()) / f"devplace-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if is_ours and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="devplace-"))
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
@@ -116,6 +133,20 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+@contextmanager
+def alone(lock: str | Path | None) -> Iterator[None]:
+    """Keep other processes with the same lock file out; does nothing without one."""
+    if lock is None:
+        yield
+        return
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the system lets go of it if this process dies
+        yield
+    finally:
+        os.close(handle)
 
 
 def read_whole(path: str | Path, most: int = MOST_BYTES) -> bytes:

@@ -12,8 +12,8 @@ import numpy as np
 from devplace.auto.measure import Measurer
 from devplace.auto.rewards import MeasuredSteps
 from devplace.auto.sources import step_sources
-from devplace.auto.timing import alone
 from devplace.cost.analytic import Analytic
+from devplace.files import alone
 from devplace.machine import load_machine
 from devplace.placers import Post, place
 from devplace.placers.simple.single import all_on

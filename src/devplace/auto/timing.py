@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from devplace.cost.sources import Source
+from devplace.files import alone
 from devplace.graph import OpGraph
 from devplace.graph.graph import BATCH_ON
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
@@ -90,19 +90,6 @@ def time_plan(
     mode = getattr(executor, "mode", "threads")
     reason = getattr(executor, "reason", "")
     return Timing(median_ns(rounds), rounds, peaks, mode, reason)
-
-
-@contextmanager
-def alone(lock: str | None) -> Iterator[None]:
-    """Keep other processes with the same file out; does nothing without one."""
-    if lock is None:
-        yield
-        return
-    import fcntl
-
-    with open(lock, "a") as file:  # the system lets go of it if this process dies
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def fill(executor: Executor, sources: Mapping[int, Source]) -> None:

@@ -6,17 +6,15 @@ stdin, and writes one for each when the kernel, or the reason why there is none,
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from devplace.errors import ExecutionError
+from devplace.files import alone
 from devplace.graph.fusion.call import FusedCall
 from devplace.kernels.compiler import Function, load
 from devplace.kernels.fused import source_of
@@ -57,7 +55,8 @@ def make(call: FusedCall, signature: Signature, tries: bool = True) -> None:
         store.write_failure(signature.key, str(error))
         return
     if tries and signature.device.startswith("cuda"):
-        with _alone(store):
+        store.folder.mkdir(parents=True, exist_ok=True)
+        with alone(store.folder / "lock"):  # since it also takes their times
             _try(function, signature)
 
 
@@ -84,15 +83,6 @@ def _made_up(layout: Layout, device: Any) -> Any:
     offset = 0 if layout.is_aligned else 1
     whole = torch.zeros(max(0, span) + offset, dtype=getattr(torch, layout.dtype), device=device)
     return whole.as_strided(layout.shape, layout.strides, offset)
-
-
-@contextmanager
-def _alone(store: KernelStore) -> Iterator[None]:
-    """Only one process at a time tries kernels, since it also takes their times."""
-    store.folder.mkdir(parents=True, exist_ok=True)
-    with open(store.folder / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":
