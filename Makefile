@@ -5,6 +5,7 @@
 #   make test        run all tests            make test-gpu   those that need a CUDA device
 #   make lint        formatting, types, import directions
 #   make docs        HTML in docs/_build      make bench      speed of capture, simulator, start
+#   make fuzz        100,000 damaged files for every reader, 200 kills while writing
 #
 # Variables:
 #   PYTHON=python3.12      the Python to make .venv with (3.11 or newer; found by itself)
@@ -19,7 +20,7 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint docs bench clean FORCE
+.PHONY: help demo test test-gpu fuzz lint docs bench clean FORCE
 
 BIN := .venv/bin
 DONE := .venv/devplace
@@ -39,6 +40,9 @@ demo: $(DONE)/package $(DONE)/extras
 
 test: $(DONE)/package $(DONE)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+fuzz: $(DONE)/package $(DONE)/test
+	OMP_NUM_THREADS=1 DEVPLACE_FUZZ=100000 DEVPLACE_KILLS=200 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
 
 test-gpu: $(DONE)/package $(DONE)/test
 	@failed=; for file in $$(grep -rlE "mark\.gpu|gpus\.MARKS" tests --include='test_*.py' | sort); do \

@@ -71,6 +71,9 @@ def load_measured(path: Path, plan: Plan) -> Any:
         if [len(row) for row in rows] != [len(plan.ops)] * 2 + [len(data.transfer_start_ns)] * 2:
             raise ValueError("rows of unequal length")
         start, finish, sent, arrived = (np.array(row, np.int64) for row in rows)
+        least = min(row.min(initial=0) for row in (start, sent))  # -1 where nothing ran
+        if least < -1 or data.makespan_ns < 0 or (start > finish).any() or (sent > arrived).any():
+            raise ValueError("times that are negative, or end before they begin")
         return MeasuredTimeline(start, finish, sent, arrived, data.makespan_ns)
     except (OSError, ValueError, OverflowError) as error:
         raise InputError(

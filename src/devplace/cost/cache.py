@@ -95,7 +95,7 @@ class TimingCache:
         try:
             self._check_version(connection)
             yield connection
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:
             raise CacheError(_complaint(self.path, str(error))) from error
         finally:
             connection.close()

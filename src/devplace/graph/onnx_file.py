@@ -51,6 +51,7 @@ def read_onnx(path: str | Path, batch: int | None = None) -> OpGraph:
 def read_here(path: str, batch: int | None = None) -> OpGraph:
     """As `read_onnx`, in this process."""
     model = _load(path)
+    _check_names(model.graph, path)
     _close(model.graph, path, batch)
     model = _with_shapes(model, path)
     return _Builder(model, path).graph()
@@ -76,6 +77,18 @@ def _load(path: str) -> Any:
     except Exception as error:  # protobuf's decode errors have no common public base
         text = " ".join(str(error).split())[:120]
         raise InputError(f"{path} is not a whole ONNX model: {text}. Export it again.") from error
+
+
+def _check_names(graph: Any, path: str) -> None:
+    """Protobuf gives bytes for a name that is not UTF-8."""
+    names = [graph.name, *(each.name for each in (*graph.initializer, *graph.input))]
+    names += [value.name for value in (*graph.output, *graph.value_info)]
+    for node in graph.node:
+        names += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        names += [attribute.name for attribute in node.attribute]
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise InputError(f"{path}: the name {wrong!r} is not UTF-8. Export the model again.")
 
 
 def _close(graph: Any, path: str, batch: int | None) -> None:

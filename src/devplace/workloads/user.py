@@ -117,7 +117,7 @@ def _functions_of(path: Path) -> list[str]:
     """Names of the public top-level functions of a file, without running it."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return []
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [name for name in names if not name.startswith("_")]
@@ -176,7 +176,7 @@ def _relative_level(path: Path) -> int:
     """Packages that the relative imports of a file need around it."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return 0
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return max(levels, default=0)

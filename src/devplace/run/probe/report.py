@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from devplace.files import decode_json
+
 FORM = 1
 """Number of the JSON form; raised when its meaning changes."""
 
@@ -124,7 +126,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: It is none, or one of another form.
         """
-        found: Any = msgspec.json.decode(data, type=cls)
+        found: Any = decode_json(data, cls)
         if found.form != FORM:
             raise ValueError(f"A probe report of form {found.form}, not {FORM}.")
         return cls(**msgspec.structs.asdict(found))
