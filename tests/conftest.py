@@ -1,11 +1,16 @@
 """Settings for all tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Sums over several threads round in another order; tests that compare bits run ops themselves.
 # Torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Shells start background jobs with Ctrl-C ignored, and so would be all processes of the tests.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

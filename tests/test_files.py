@@ -158,5 +158,5 @@ def test_files_without_end_are_not_read() -> None:
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"\xff", b"{", b'"a"'])
 def test_json_of_another_kind_is_a_value_error(data: bytes) -> None:
     """Deep, not UTF-8, cut, of another type."""
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         decode_json(data, int)

@@ -1,4 +1,4 @@
-"""Reads damaged ONNX files, each in a process forked from this small one; prints what went wrong."""
+"""Reads damaged ONNX files, each in a process forked from this small one; prints what is wrong."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import onnx.shape_inference  # once, before all forks
-from tests.fuzz.mutate import mutated
 
 from devplace.errors import DevplaceError
 from devplace.graph.onnx_file import read_here
+from tests.fuzz.mutate import mutated
 
 LIMIT_S = 10
 

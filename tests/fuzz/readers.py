@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from tests.instances import files as instance_files
-from tests.placers.rl.cases import three_ops
 
 import devplace as dp
 from devplace.bench.best_known import FILE, load_best_known
@@ -30,8 +30,11 @@ from devplace.placers import Budget, PostPpo
 from devplace.placers.rl import weights
 from devplace.placers.rl.curves import Curves
 from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.training import Training
 from devplace.run.timeline import MeasuredTimeline
 from devplace.testing.hand import hand_graph
+from tests.instances import files as instance_files
+from tests.placers.rl.cases import three_ops
 
 GRAPH = """
 x = input bytes=64
@@ -167,11 +170,25 @@ def _checkpoint(folder: Path) -> bytes:
 
 
 def _read_checkpoint(path: Path) -> None:
-    if not path.with_name("runs").exists():
-        _checkpoint(path.parent)
-    (kept,) = path.parent.glob("runs/*/checkpoint.pt")
-    kept.write_bytes(path.read_bytes())
-    assert _train(path.parent, "40ev", resume=True).evaluations == 40
+    run = _run()
+    assert run._load(path) == 2
+    assert run.evaluate.num_evaluations == 40
+
+
+@cache
+def _run() -> Any:
+    """A run that can load checkpoints of its like."""
+    caught: list[Any] = []
+    track = Training.track
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+
+        def keep(self: Training, **parts: Any) -> None:
+            caught.append(self)
+            track(self, **parts)
+
+        patch.setattr(Training, "track", keep)
+        _train(Path(folder), "20ev")
+    return caught[0]
 
 
 def _timings(folder: Path) -> bytes:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fuzz.mutate import mutated
-from tests.fuzz.readers import NAMES, Reader, all_readers
 
 from devplace.errors import DevplaceError
+from tests.fuzz.mutate import mutated
+from tests.fuzz.readers import NAMES, Reader, all_readers
 
 COUNT = int(os.environ.get("DEVPLACE_FUZZ", "1000"))
 LIMIT_S = 10

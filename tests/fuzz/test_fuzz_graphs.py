@@ -1,5 +1,5 @@
-"""Graphs of other tools: `.pt2` in this process, where nothing of the file runs, and ONNX, whose own
-code may abort, in processes of its own."""
+"""Graphs of other tools: `.pt2` in this process, as nothing of it runs, and ONNX, whose own code
+may abort, in processes of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.fuzz.mutate import mutated
-from tests.fuzz.test_fuzz import COUNT, KEPT, LIMIT_S, time_limit
 
 from devplace.errors import DevplaceError
 from devplace.graph.capture.archive import load_program
 from devplace.graph.capture.exported import read_pt2
+from tests.fuzz.mutate import mutated
+from tests.fuzz.test_fuzz import COUNT, KEPT, LIMIT_S, time_limit
 
 WHOLE_EVERY = 25
 """Taking ops apart takes a second: the programs of so few files go through it."""

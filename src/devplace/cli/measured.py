@@ -72,8 +72,13 @@ def load_measured(path: Path, plan: Plan) -> Any:
             raise ValueError("rows of unequal length")
         start, finish, sent, arrived = (np.array(row, np.int64) for row in rows)
         least = min(row.min(initial=0) for row in (start, sent))  # -1 where nothing ran
-        if least < -1 or data.makespan_ns < 0 or (start > finish).any() or (sent > arrived).any():
-            raise ValueError("times that are negative, or end before they begin")
+        if (
+            least < -1
+            or not 0 <= data.makespan_ns < 2**63
+            or (start > finish).any()
+            or (sent > arrived).any()
+        ):
+            raise ValueError("times out of range, or that end before they begin")
         return MeasuredTimeline(start, finish, sent, arrived, data.makespan_ns)
     except (OSError, ValueError, OverflowError) as error:
         raise InputError(

@@ -103,7 +103,9 @@ def test_a_checkpoint_of_something_else_is_refused(content: bytes | str, tmp_pat
         state = torch.load(path, weights_only=True)
         del state["generator"]
         torch.save(state, path)
-    with pytest.raises(CheckpointError, match=r"Cannot resume from .*checkpoint\.pt.*delete the file"):
+    with pytest.raises(
+        CheckpointError, match=r"Cannot resume from .*checkpoint\.pt.*delete the file"
+    ):
         place(three_ops(), logged(PostPpo(), tmp_path / "a", resume=True), "80ev", 0)
 
 
