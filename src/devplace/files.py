@@ -137,11 +137,12 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def alone(lock: str | Path | None) -> Iterator[None]:
-    """Keep other processes with the same lock file out; does nothing without one."""
+    """Keep other processes with the same lock file, or folder, out; does nothing without one."""
     if lock is None:
         yield
         return
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+    flags = os.O_RDONLY if os.path.isdir(lock) else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    handle = os.open(lock, flags | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the system lets go of it if this process dies
         yield

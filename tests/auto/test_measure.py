@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import devplace as dp
+from devplace.auto import timing
 from devplace.auto.measure import Measurer, Trial, measure
 from devplace.auto.sources import Source, step_sources
 from devplace.auto.timing import batch_of, fill, time_executor, time_plan, time_steps
@@ -121,14 +123,14 @@ def test_a_plan_that_hangs_is_ended(tmp_path: Path) -> None:
     """After the time limit its process is killed, and the next plan runs in a new one."""
     actions = ["ok", "hang", "ok"]
     begin = time.monotonic()
-    with Measurer(SHORT, time_limit_s=20, command=hostile(actions, tmp_path)) as measurer:
+    with Measurer(SHORT, time_limit_s=300, command=hostile(actions, tmp_path)) as measurer:
         found = []
         for trial in trials(actions):
-            limit = 1.0 if trial.name == "hang" else 20
+            limit = 1.0 if trial.name == "hang" else 300
             found.append(measurer.measure(trial, time.monotonic() + limit))
     assert [each.kind for each in found] == ["", "time limit", ""]
     assert "did not end within 1 s" in found[1].error
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 600
 
 
 def test_no_plan_is_begun_after_the_deadline() -> None:
@@ -164,9 +166,13 @@ def test_an_op_of_the_users_is_measured_here() -> None:
         unpack(unknown)
 
 
-def test_rounds_are_longer_for_short_steps() -> None:
+def test_rounds_are_longer_for_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm-up steps come first, then a step is timed, then rounds of many."""
     calls: list[str] = []
+    clock = SimpleNamespace(
+        perf_counter_ns=lambda: 1000 * calls.count("run"), monotonic=lambda: 0.0
+    )
+    monkeypatch.setattr(timing, "time", clock)
     rounds = time_steps(lambda: calls.append("run"), lambda: calls.append("wait"), 0.01)
     assert calls[:4] == ["run", "wait", "run", "wait"]
     assert len(rounds) == 7

@@ -89,5 +89,5 @@ def test_a_lock_keeps_others_out(tmp_path: Path) -> None:
         assert not entered.is_set()
         with alone(None):
             pass
-    other.join(timeout=10)
+    other.join(timeout=100)
     assert entered.is_set()

@@ -366,5 +366,5 @@ def test_threads_end_with_the_executor() -> None:
     del executor
     gc.collect()
     for thread in started:
-        thread.join(timeout=10)
+        thread.join(timeout=100)
         assert not thread.is_alive()

@@ -230,7 +230,7 @@ def test_ctrl_c_ends_chains_and_keeps_what_they_found(threads: int) -> None:
     )
     endless = Schedule(0.01, 0.3, 2**62, 2**62, 0.0)
     main = threading.main_thread().ident or 0
-    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):

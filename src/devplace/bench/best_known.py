@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from devplace.errors import InputError, WriteError
-from devplace.files import decode_json, read_whole, write_whole
+from devplace.files import alone, decode_json, read_whole, write_whole
 from devplace.instances import Instance, fingerprint
 
 FILE = Path(__file__).parents[1] / "instances" / "best_known.json"
@@ -106,11 +106,13 @@ def save_best_known(rows: Sequence[BestKnown], path: Path | None = None) -> None
         WriteError: The file cannot be written.
     """
     path = path or FILE
-    known = load_best_known(path) if path.exists() else {}
-    known |= {row.fingerprint: row for row in rows}
-    ordered = sorted(known.values(), key=lambda row: (row.objective, row.instance, row.changed))
-    data = msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n"
     try:
-        write_whole(path, data)
+        with alone(path.parent):  # so that no other process's rows are lost
+            known = load_best_known(path) if path.exists() else {}
+            known |= {row.fingerprint: row for row in rows}
+            kept = sorted(
+                known.values(), key=lambda row: (row.objective, row.instance, row.changed)
+            )
+            write_whole(path, msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
     except OSError as error:
         raise WriteError(f"Cannot write {path}: {error.strerror}. Leave --record out.") from error

@@ -128,6 +128,7 @@ def _seal(place: str, call: str, ns: int, workspace: int) -> str:
 
 
 def _complaint(path: Path, reason: str) -> str:
+    reason = " ".join(reason.split())  # SQLite's may have several lines
     return (
         f"The cache of measured times {path} cannot be used: {reason}. Times are measured again "
         "and not kept. Delete the file, or name another folder in DEVPLACE_CACHE."

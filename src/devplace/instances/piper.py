@@ -6,12 +6,16 @@ Parallelization", NeurIPS 2021.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from devplace.instances.records import About, Variant, VariantInstance, VariantNode
 from devplace.instances.text import at_most_devices, check_acyclic, decode, fail, not_negative
 
 SOURCE = "Tarnawski, Narayanan, Phanishayee (2021), Piper, NeurIPS 2021"
+
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
 class _Variant(msgspec.Struct):
@@ -105,7 +109,7 @@ def _node(
     degrees: dict[int, tuple[Variant, ...]] = {}
     for text, given in node.TMPCs.items():
         where = f"nodes[{k}].TMPCs[{text!r}]"
-        if not text.isdecimal() or int(text) < 1:
+        if not _WHOLE.fullmatch(text) or int(text) < 1:
             fail(path, where, "the key must be a number of devices")
         ids = [variant.id for variant in given]
         if len(set(ids)) < len(ids):
@@ -146,7 +150,7 @@ def _sync(
     """Bytes by the other end of each edge; exactly the node's edges must be there."""
     found: dict[int, float] = {}
     for text, value in given.items():
-        known = index.get(int(text)) if text.lstrip("-").isdecimal() else None
+        known = index.get(int(text)) if _WHOLE.fullmatch(text) else None
         if known is None or known not in ends:
             fail(path, where, f"there is no edge with node {text!r}")
         found[known] = not_negative(path, f"{where}[{text!r}]", value)
