@@ -1,5 +1,5 @@
-"""Commands that are killed while they write leave the old file or the new one, and go on with it the
-next time. `DEVPLACE_KILLS=200`, or `make fuzz`, kills more often than here."""
+"""Commands that are killed while they write leave the old file or the new one, and go on from it
+the next time. `DEVPLACE_KILLS=200`, or `make fuzz`, kills more often than here."""
 
 from __future__ import annotations
 
@@ -89,10 +89,6 @@ def check_caches(path: Path) -> None:
     assert cache.dropped == 0
 
 
-def check_nothing(path: Path) -> None:
-    """The next run takes the checkpoint, or says that there is none."""
-
-
 CASES: dict[str, tuple[str, tuple[str, ...], str, Callable[[Path], None]]] = {
     "plan": (CLI, ("plan", *PLAN, "-o", "a.json"), "a.json", check_plan),
     "compare": (
@@ -103,7 +99,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], str, Callable[[Path], None]]] = {
     "caches": (CACHES, (), "times.sqlite", check_caches),
     "checkpoint": (
         *(CLI, ("plan", *PLAN, "--placer", "post", "--log-dir", "runs", "--resume")),
-        *("runs", check_nothing),
+        *("runs", lambda path: None),  # the next run takes it
     ),
 }
 
@@ -118,9 +114,9 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(name: str, folder: Path) -> N
     def run(point: int, seed: int) -> Any:
         return started(folder, script, point, *arguments, *seeds, str(seed))
 
-    def finish() -> float:
+    def finish(seed: int = 1) -> float:
         began = time.monotonic()
-        whole = run(0, 1)
+        whole = run(0, seed)
         said = whole.communicate()[1]
         assert whole.returncode == 0, said
         check(folder / output)
@@ -129,13 +125,15 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(name: str, folder: Path) -> N
     seconds = finish()
     for kill in range(max(2, KILLS // len(CASES))):
         if kill % 2:
-            killed = run(0, 2)
+            killed = run(0, 2 + kill)
             time.sleep(rng.uniform(0, seconds))
             killed.send_signal(signal.SIGKILL)
         else:
-            killed = run(1 + kill // 2 % 6, 2)
+            killed = run(1 + kill // 2 % 6, 2 + kill)
         killed.communicate()
         check(folder / output)
+        if name == "checkpoint":
+            finish(2 + kill)
     finish()
     left = [path.name for path in folder.rglob(".devplace-part-*")]
     assert left == []
