@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -148,3 +150,40 @@ def test_gap_of_zero_bound(tmp_path):
     row = solve(small(tmp_path), SHORT)
     assert dataclasses.replace(row, bound=0.0).gap is None
     assert dataclasses.replace(row, bound=0.0, value=0.0).gap == 0.0
+
+
+def test_numbers_too_far_apart_are_solved_without_a_proof(tmp_path):
+    """One transfer is so large that the others round off: the value is the verifier's."""
+    text = files.DOPPLER.replace("10,40,MatMul", "10.25,1e19,MatMul")
+    row = solve(load_instance(files.write(tmp_path, "d.txt", text)), SHORT)
+    assert row.status == "feasible"
+    assert row.bound <= row.value
+
+
+def test_numbers_that_floats_cannot_divide_are_refused(tmp_path):
+    """5e-324 bytes of memory."""
+    with pytest.raises(InputError, match="maxMemoryPerDevice: must be 0 or at least 1e-30"):
+        load_instance(files.write(tmp_path, "p.json", files.piper(maxMemoryPerDevice=5e-324)))
+
+
+@pytest.mark.parametrize("change", [{"threads": 0}, {"threads": 100_000}, {"seed": 2**31}])
+def test_efforts_out_of_range_are_refused(change):
+    """As threads that no system can start."""
+    with pytest.raises(InputError, match="from"):
+        Effort(Budget(seconds=1), **change)
+
+
+def test_rows_of_two_processes_are_all_kept(tmp_path):
+    """Whoever adds to the file of best values reads it under a lock."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from devplace.bench.best_known import BestKnown, save_best_known\n"
+        "for k in range(40):\n"
+        "    name = f'{sys.argv[1]}-{k}'\n"
+        "    row = BestKnown(name, name, 'throughput', 'ms', 1.0, 'me', 'now')\n"
+        "    save_best_known([row], Path(sys.argv[2]))\n"
+    )
+    path = tmp_path / "known.json"
+    started = [subprocess.Popen([sys.executable, "-c", code, name, path]) for name in "ab"]
+    assert [each.wait() for each in started] == [0, 0]
+    assert len(load_best_known(path)) == 80

@@ -47,7 +47,22 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["plan", "mlp.py:build", "-o", "x.json", "--html", "x.json"], 2, ["overwrite x.json"]),
     (["run", "truncated.json"], 2, ["truncated.json"]),
     (["run", "edited.json"], 2, ["device"]),
-    (["run", "other-model.json"], 5, ["another"]),
+    (["run", "other-model.json"], 2, ["other.py", "--trust"]),
+    (["run", "other-model.json", "--trust"], 5, ["another"]),
+    (["run", "plan.json", "--model", "other.py:build"], 5, ["another"]),
+    (["run", "plan.json", "--seed", "9" * 20], 2, ["--seed"]),
+    (["explain", "not-utf8.json"], 2, ["not-utf8.json", "UTF-8"]),
+    (["explain", "deep.json"], 2, ["deep.json", "too deeply"]),
+    (["explain", "/dev/null"], 2, ["/dev/null"]),
+    (["machines", "deep.toml"], 2, ["deep.toml", "too deeply"]),
+    (["machines", "digits.toml"], 2, ["digits.toml", "digits"]),
+    (["machines", "not-utf8.toml"], 2, ["not-utf8.toml", "UTF-8"]),
+    (["machines", "streams.toml"], 2, ["streams", "1025", "2000000000"]),
+    (["plan", "mlp.py:build", "--seed", "-1"], 2, ["--seed"]),
+    (["plan", "mlp.py:build", "--budget", "1e300s"], 2, ["1e300s"]),
+    (["plan", "mlp.py:build", "--budget", "9" * 30 + "ev"], 2, ["1e+15 evaluations"]),
+    (["plan", "mlp.py:build", "--limit", "cpu:0=1e999GB"], 2, ["cpu:0"]),
+    (["bench", "mlp.py", "--threads", "100000"], 2, ["1024", "100000"]),
     (["run", "plan.json", "--machine", "cpux3"], 5, ["cpu:2"]),
     (["explain", "bound.json", "--machine", "k40x2"], 5, ["another machine", "cuda:1"]),
     (["compare", "mlp.py:build", "--placers", "data-parallel"], 2, ["micro_batches=2"]),
@@ -83,6 +98,15 @@ def bad_files(folder: Path) -> Path:
     data = json.loads(text)
     data["request"]["model"] = "other.py:build"
     (folder / "other-model.json").write_text(json.dumps(data))
+    (folder / "not-utf8.json").write_bytes(text.encode().replace(b"mlp.py", b"ml\xff.py"))
+    (folder / "deep.json").write_text(text[:-2] + ', "x": ' + "[" * 100_000)
+    (folder / "deep.toml").write_text("x = " + "[" * 4000)
+    (folder / "digits.toml").write_text("x = " + "9" * 5000)
+    (folder / "not-utf8.toml").write_bytes(b'name = "\xff"')
+    (folder / "streams.toml").write_text(
+        '[[devices]]\nname = "cpu:0"\nmemory = "1GB"\nbandwidth = "1 GB/s"\n'
+        'flops = "1 TFLOP/s"\nstreams = 2000000000\n'
+    )
     device = '[[devices]]\nname = "{}"\nkind = "cpu"\nmemory = "1GB"\n'
     (folder / "bad.toml").write_text(
         'name = "bad"\n\n[[devices]]\nname = "cpu:0"\nkind = "cpu"\nbandwidth = "-3 GB/s"\n'

@@ -129,7 +129,7 @@ def test_a_file_that_is_gone_is_told_with_all_places(project: Path, folder: str 
 
 def test_a_plan_is_used_from_another_folder(project: Path) -> None:
     """explain, trace and run find model and machine from a plan that was made elsewhere, also after
-    the whole project was moved."""
+    the whole project was moved; then the model's file is another one, and they ask."""
     made = devplace(
         *("plan", "mlp.py:build", *PLAN_OPTIONS, "-o", "../plans/plan.json"),
         cwd=project / "project",
@@ -147,7 +147,9 @@ def test_a_plan_is_used_from_another_folder(project: Path) -> None:
     (project / "new").mkdir()
     for name in ("project", "plans"):
         shutil.move(project / name, project / "new" / name)
-    traced = devplace("trace", "../new/plans/plan.json", "-o", "t.json", cwd=other)
+    trace = ("trace", "../new/plans/plan.json", "-o", "t.json")
+    refused(devplace(*trace, cwd=other), 2, "new/project/mlp.py", "--trust")
+    traced = devplace(*trace, "--trust", cwd=other)
     assert traced.returncode == 0, traced.stderr
     shutil.rmtree(project / "new" / "project")
     refused(devplace("run", "../new/plans/plan.json", cwd=other), 2, "new/project/mine.toml")

@@ -1,5 +1,7 @@
 """Inference graphs from ONNX files."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -155,3 +157,27 @@ def test_names_are_made_unique(tmp_path):
 def test_module_paths(name, module):
     """A node's scope in its name is the path of its module."""
     assert module_of(name) == module
+
+
+def test_a_file_that_aborts_onnx_is_an_error():
+    """Another process reads it; that it died is told."""
+    with pytest.raises(InputError, match=r"aborts\.onnx"):
+        read_onnx(Path(__file__).parent / "data" / "aborts.onnx")
+
+
+def test_other_inputs_than_an_op_takes_are_named(tmp_path):
+    """Not an IndexError of the formula for its flops."""
+    node = helper.make_node("Einsum", ["x"], ["y"], name="e", equation="ij->ij")
+    path = save(tmp_path / "x.onnx", [node], [("x", [2, 3])], ["y"])
+    model = onnx.load(path)
+    model.graph.node[0].op_type = "MatMulInteger"
+    onnx.save(model, path)
+    with pytest.raises(InputError, match=r"x\.onnx"):
+        read_onnx(path)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 2**63])
+def test_a_batch_out_of_range_is_refused(network, batch):
+    """Before the file is read."""
+    with pytest.raises(InputError, match=f"got {batch}"):
+        read_onnx(network, batch=batch)

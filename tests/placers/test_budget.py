@@ -43,6 +43,23 @@ def test_a_budget_is_positive(arguments: dict[str, float]) -> None:
         Budget(**arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"seconds": math.inf}, {"seconds": 1e10}, {"evaluations": 10**16}, {"evaluations": math.inf}],
+)
+def test_a_budget_beyond_all_clocks_is_refused(arguments: dict[str, float]) -> None:
+    """The message says how to have no limit."""
+    name = next(iter(arguments))
+    with pytest.raises(InputError, match=f"at most .* {name}.* Leave {name} out"):
+        Budget(**arguments)  # type: ignore[arg-type]
+
+
+def test_evaluations_are_whole() -> None:
+    """Half of one cannot be counted."""
+    with pytest.raises(InputError, match=r"whole number of evaluations, got 2\.5"):
+        Budget(evaluations=2.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", ["1s,2s", "5ev,6ev", "1s,5ev,1min"])
 def test_a_budget_names_each_kind_once(text: str) -> None:
     """Which of two numbers counts is not guessed."""

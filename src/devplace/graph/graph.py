@@ -248,6 +248,8 @@ def _validate_tensors(graph: OpGraph, made: list[bool]) -> None:
             raise GraphError(
                 f"Sizes must be 0 to 2^63 - 1: tensor {tensor.name!r} has {tensor.num_bytes} bytes."
             )
+        if min(tensor.shape, default=0) < 0:
+            raise GraphError(f"Sizes must be 0 or more: tensor {tensor.name!r} is {tensor.shape}.")
         if tensor.name in names:
             raise GraphError(f"Tensor names must be unique: {tensor.name!r} occurs twice.")
         names.add(tensor.name)
