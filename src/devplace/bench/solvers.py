@@ -241,8 +241,8 @@ def _placer(name: str) -> Solver:
         least = max(result.bound.step_ns, _exact_bound(problem))
         value, lost = result.step_ns * unit, rounded_off(instance, unit)
         if lost > Fraction(value) / 10**9:  # its numbers are too far apart
-            bound = float(max(Fraction(0), least * unit - lost))
-            return Answer(Schedule(tuple(device), order), "feasible", bound)
+            sure = float(max(Fraction(0), least * unit - lost))
+            return Answer(Schedule(tuple(device), order), "feasible", sure)
         return Answer(
             Schedule(tuple(device), order),
             "optimal" if result.step_ns <= least else "feasible",

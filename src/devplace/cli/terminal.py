@@ -59,7 +59,7 @@ def shows_control_characters() -> Iterator[None]:
     if any(stream is None or isinstance(stream, _Shown) for stream in before):
         yield
         return
-    sys.stdout, sys.stderr = _Shown(sys.stdout), _Shown(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Shown(sys.stdout), _Shown(sys.stderr)
     try:
         yield
     finally:

@@ -129,8 +129,8 @@ def _make_plain(data: Any) -> None:
     module = data["graph_module"]
     inputs = [_name(spec) for spec in module["signature"]["input_specs"] if _is_given(spec)]
     outputs = [spec for spec in module["signature"]["output_specs"] if "user_output" in spec]
-    structures = ((*[0] * len(inputs),), {}), (*[0] * len(outputs),)
-    taken, made = (treespec_dumps(tree_structure(each)) for each in structures)
+    taken = treespec_dumps(tree_structure(((0,) * len(inputs), {})))
+    made = treespec_dumps(tree_structure((0,) * len(outputs)))
     whole = {"inputs": [], "outputs": [], "in_spec": taken, "out_spec": made}
     module["module_call_graph"] = [{"fqn": "", "signature": {**whole, "forward_arg_names": inputs}}]
     module["treespec_namedtuple_fields"] = {}
