@@ -157,6 +157,16 @@ def test_modules_named_in_the_structure_of_inputs_are_not_imported(good, tmp_pat
     read_pt2(write(tmp_path / "e.pt2", change(good, "models/model.json", name_module)))
 
 
+def test_weights_of_other_sizes_than_the_graph_are_refused(good, tmp_path):
+    """One of the two is damaged."""
+
+    def shrink(data):
+        data["config"]["0.bias"]["tensor_meta"]["sizes"] = [{"as_int": 3}]
+
+    with pytest.raises(InputError, match=r"'0\.bias' is \(4,\) in the graph and \(3,\)"):
+        read_pt2(write(tmp_path / "e.pt2", change(good, "model_weights_config.json", shrink)))
+
+
 def test_libraries_in_the_file_are_not_loaded(good, tmp_path):
     """Compiled models may lie beside the graph."""
     files = {**good, "net/data/aotinductor/model/x.so": b"\x7fELF"}

@@ -1,6 +1,7 @@
 """Inference graphs from saved torch exports."""
 
 import logging
+import zipfile
 
 import pytest
 import torch
@@ -109,18 +110,29 @@ def test_bodies_are_refused(tmp_path):
         read_pt2(save(tmp_path / "b.pt2", Branch(), torch.zeros(3)))
 
 
-def test_nothing_but_the_error_tells_of_a_damaged_file(tmp_path):
-    """torch's own traceback of the file stays out of stderr, and its logger as it was."""
+@pytest.mark.parametrize("change", ["no zip", "other sizes"])
+def test_nothing_but_the_error_tells_of_a_damaged_file(path, tmp_path, change):
+    """torch's own tracebacks of the file stay out of stderr, and its loggers as they were."""
     seen: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = seen.append
-    logger = logging.getLogger("torch.export")
-    logger.addHandler(handler)
-    (tmp_path / "bad.pt2").write_bytes(b"PK no zip")
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("export", "_subclasses.fake_tensor")]
+    bad = tmp_path / "bad.pt2"
+    bad.write_bytes(b"PK no zip")
+    if change == "other sizes":
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(bad, "w") as new:
+            for name in old.namelist():
+                data = old.read(name).replace(
+                    *(b'[{"as_int": 16}, {"as_int": %d}]' % n for n in (8, 5))
+                )
+                new.writestr(name, data)
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         with pytest.raises(InputError, match="is no export"):
-            read_pt2(tmp_path / "bad.pt2")
+            read_pt2(bad)
         assert not seen
-        assert not logger.filters
+        assert not any(logger.filters for logger in loggers)
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)

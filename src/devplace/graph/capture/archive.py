@@ -63,8 +63,10 @@ def load_program(path: str) -> Any:
         else:  # of torch 2.7 and before
             weights = _tensors(files.bytes("serialized_state_dict.pt"))
             constants = _tensors(files.bytes("serialized_constants.pt"))
-    program = serialize._dict_to_dataclass(schema.ExportedProgram, data)
-    return serialize.ExportedProgramDeserializer().deserialize(program, weights, constants, None)
+    stored = serialize._dict_to_dataclass(schema.ExportedProgram, data)
+    program = serialize.ExportedProgramDeserializer().deserialize(stored, weights, constants, None)
+    _check_weights(program, {**weights, **constants})
+    return program
 
 
 class _Files:
@@ -121,6 +123,18 @@ def _shapes(files: _Files, folder: str, config: str) -> dict[str, Any]:
 
 def _tensors(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True) if data else {}
+
+
+def _check_weights(program: Any, weights: dict[str, Any]) -> None:
+    """Weights have the sizes that the graph says."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        known, value = weights.get(spec.target), nodes[spec.arg.name].meta.get("val")
+        if not isinstance(known, torch.Tensor) or not isinstance(value, torch.Tensor):
+            continue
+        if (known.shape, known.dtype) != (value.shape, value.dtype):
+            sizes = f"{tuple(value.shape)} in the graph and {tuple(known.shape)} among the weights"
+            raise ValueError(f"{spec.target!r} is {sizes}")
 
 
 def _make_plain(data: Any) -> None:

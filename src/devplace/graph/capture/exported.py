@@ -52,16 +52,15 @@ def read_pt2(path: str | Path) -> OpGraph:
 def _load(path: str) -> Any:
     if not Path(path).is_file():
         raise InputError(f"There is no file {path!r}. Check the path.")
-    logged: list[BaseException] = []
     try:
-        with warnings.catch_warnings(), _held_back("torch.export") as logged:
+        with warnings.catch_warnings(), _silent_logs():
             warnings.simplefilter("ignore")  # torch's own, of its own older forms
             program = load_program(path)
             table = torch.export.default_decompositions()
             table.pop(_ATTENTION, None)  # one kernel on every device
             return program.run_decompositions(table)
     except Exception as error:  # zip, JSON, schema and version errors have no common base
-        text = " ".join(str(logged[-1] if logged else error).split())[:160]
+        text = " ".join(str(error).split())[:160]
         raise InputError(
             f"{path} is no export that torch {torch.__version__} can read: {text}. "
             f"Save it again with torch.export.save."
@@ -69,22 +68,22 @@ def _load(path: str) -> Any:
 
 
 @contextmanager
-def _held_back(name: str) -> Iterator[list[BaseException]]:
-    """Holds back what a logger says, and gives the errors in it: torch logs what is wrong with a
-    damaged file, with a traceback, and then raises that something is."""
-    logger = logging.getLogger(name)
-    errors: list[BaseException] = []
+def _silent_logs() -> Iterator[None]:
+    """Holds back torch's logs: it tells there, with a traceback, what is wrong with a damaged file,
+    and then raises it."""
+    logs = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    logs = [log for log in logs if log.name.partition(".")[0] == "torch"]
 
     def hold(record: logging.LogRecord) -> bool:
-        if record.exc_info and record.exc_info[1] is not None:
-            errors.append(record.exc_info[1])
         return False
 
-    logger.addFilter(hold)
+    for log in logs:
+        log.addFilter(hold)
     try:
-        yield errors
+        yield
     finally:
-        logger.removeFilter(hold)
+        for log in logs:
+            log.removeFilter(hold)
 
 
 class _Builder:
