@@ -99,7 +99,7 @@ def bad_files(folder: Path) -> Path:
     data["request"]["model"] = "other.py:build"
     (folder / "other-model.json").write_text(json.dumps(data))
     (folder / "not-utf8.json").write_bytes(text.encode().replace(b"mlp.py", b"ml\xff.py"))
-    (folder / "deep.json").write_text(text[:-2] + ', "x": ' + "[" * 100_000)
+    (folder / "deep.json").write_text('{"request": {"x": ' + "[" * 100_000)
     (folder / "deep.toml").write_text("x = " + "[" * 4000)
     (folder / "digits.toml").write_text("x = " + "9" * 5000)
     (folder / "not-utf8.toml").write_bytes(b'name = "\xff"')

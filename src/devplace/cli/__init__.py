@@ -26,7 +26,7 @@ def _run() -> None:
     try:
         devplace(standalone_mode=True)
     except DevplaceError as error:
-        print(f"devplace: {error}", file=sys.stderr)
+        print(f"devplace: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         named = f"read or write {error.filename}" if error.filename else "write the output"

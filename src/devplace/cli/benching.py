@@ -76,7 +76,7 @@ def run(
         InputError: A spec, file, option or budget that makes no sense.
         VerificationError: A solver and the verifier disagree.
     """
-    limits = Budget.parse(budget)
+    effort = Effort(Budget.parse(budget), seed, threads)
     files = [file for spec in specs for file in find(spec)]
     if output is not None:
         check_output("solutions", output, files)
@@ -86,7 +86,7 @@ def run(
     code, complaints = 0, []
     try:
         with _progress(len(instances)) as begin:
-            for row in bench(instances, Effort(limits, seed, threads), placer, begin):
+            for row in bench(instances, effort, placer, begin):
                 rows.append(row)
     except (KeyboardInterrupt, DevplaceError) as error:
         if not rows:

@@ -340,7 +340,7 @@ def _show(outcome: Any, as_json: bool) -> None:
         outcome.print()
     if outcome.exit_code:
         if outcome.complaint:
-            click.echo(f"devplace: {outcome.complaint}", err=True)
+            click.echo(f"devplace: {' '.join(outcome.complaint.splitlines())}", err=True)
         sys.exit(outcome.exit_code)
 
 
