@@ -35,6 +35,22 @@ def test_what_is_no_budget_is_named(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"seconds": math.inf}, "seconds is inf"),
+        ({"seconds": 1e300}, "seconds is 1e"),
+        ({"evaluations": math.inf}, "evaluations is inf"),
+        ({"evaluations": 2**70}, "evaluations is"),
+        ({"evaluations": 2.5}, "whole number of evaluations"),
+    ],
+)
+def test_a_budget_can_be_counted(arguments: dict[str, float], part: str) -> None:
+    """What is infinite, too large or no whole number is refused by name."""
+    with pytest.raises(InputError, match=part):
+        Budget(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "arguments", [{"seconds": 0}, {"seconds": -1.0}, {"evaluations": 0}, {"seconds": math.nan}]
 )
 def test_a_budget_is_positive(arguments: dict[str, float]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral
 
 from devplace.errors import InputError
 from devplace.units import NS_PER_S, parse_time_ns
 
 DEFAULT_SECONDS = 30.0
+LARGEST = {"seconds": 10**9, "evaluations": 2**53}
+"""A time in ns, and a share of evaluations as a float, must be exact to count with."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Budget:
         evaluations: Simulations (or measured steps). None: no limit.
 
     Raises:
-        InputError: A limit that is not positive.
+        InputError: A limit that is not positive, or infinite.
     """
 
     seconds: float | None = None
@@ -34,6 +37,15 @@ class Budget:
                 raise InputError(
                     f"A budget must be positive: {name} is {value}. Give for example 30s or 2000ev."
                 )
+            if value is not None and not value <= LARGEST[name]:
+                raise InputError(
+                    f"A budget must be finite: {name} is {value}, at most {LARGEST[name]:,} can be "
+                    f"counted. Leave {name} out for no limit."
+                )
+        if self.evaluations is not None and not isinstance(self.evaluations, Integral):
+            raise InputError(
+                f"A budget has a whole number of evaluations, got {self.evaluations!r}. Round it."
+            )
 
     @classmethod
     def parse(cls, text: str | Budget | None) -> Budget:

@@ -212,6 +212,11 @@ class Problem:
             raise ProblemError(
                 f"A placement needs {count} devices, one per op, got shape {devices.shape}."
             )
+        if devices.dtype.kind not in "iu":
+            raise ProblemError(
+                f"A placement has a whole number per op, the index of its device, got "
+                f"{devices.dtype}."
+            )
         if devices.min() < 0 or devices.max() >= len(self.machine.devices):
             raise ProblemError(
                 f"A placement has device indices 0 to {len(self.machine.devices) - 1}, "
@@ -226,10 +231,11 @@ class Problem:
             ProblemError: Not one integer per op.
         """
         given, count = np.asarray(priority), len(self.graph.ops)
-        if given.shape != (count,) or given.dtype.kind not in "iu":
+        is_whole = given.dtype.kind in "iu" and given.dtype != np.uint64
+        if given.shape != (count,) or not is_whole:
             raise ProblemError(
-                f"Priorities must be {count} integers, one per op, got shape {given.shape} of "
-                f"{given.dtype}."
+                f"Priorities must be {count} integers, one per op, got shape "
+                f"{given.shape} of {given.dtype}. Give int64."
             )
         return np.ascontiguousarray(given[self.core.tasks.task_op], np.int64)
 
@@ -242,16 +248,17 @@ class Problem:
     def violations(self, placement: Placement) -> list[str]:
         """Which demands a placement breaks: colocation, pins, unsupported ops, excluded devices."""
         tasks, devices = self.core.tasks, self.task_devices(placement)
-        first = np.full(tasks.num_groups, -1, np.int32)
+        first = np.zeros(tasks.num_groups, np.int32)
+        first[tasks.group[::-1]] = devices[::-1]
+        apart = devices != first[tasks.group]
+        banned = ~self.allowed[tasks.group, devices]
         found = []
-        for task, group in enumerate(tasks.group):
-            op, device = self.graph.ops[tasks.task_op[task]], devices[task]
-            if first[group] < 0:
-                first[group] = device
-            elif first[group] != device:
-                found.append(f"{op.name!r} must sit with its colocation group")
-            if not self.allowed[group, device]:
-                found.append(f"{op.name!r} may not go to {self.machine.device_names[device]}")
+        for task in np.flatnonzero(apart | banned):
+            name = self.graph.ops[tasks.task_op[task]].name
+            if apart[task]:
+                found.append(f"{name!r} must sit with its colocation group")
+            if banned[task]:
+                found.append(f"{name!r} may not go to {self.machine.device_names[devices[task]]}")
         return found
 
 
