@@ -35,6 +35,7 @@ from devplace.machine import Machine
 from devplace.machine.detect import num_cores
 from devplace.placers import Placer
 from devplace.plan import Plan
+from devplace.problem.names import without_memory
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import RETRY
 from devplace.run.planned import check_plan
@@ -96,7 +97,8 @@ def parallelize(
         budget: Time for everything, capture and confirmation included, as `60s` or `2min`. With a
             number of evaluations, as `500ev`, the search is reproducible; measuring takes its time
             (`500ev,60s` bounds both).
-        limits: Device name -> most bytes a step may use there (integer or text such as `20GiB`).
+        limits: Device name -> most bytes a step may use there (integer or text such as `20GiB`);
+            0: it is not used.
         pins: Pattern -> device name, see `Problem`.
         exclude: Names of devices that must not be used.
         uses_cpu: Whether ops may go to CPUs beside GPUs. Without GPUs CPUs are used anyway.
@@ -130,7 +132,8 @@ def parallelize(
     _check_model(model)
     optimizer = as_one(optimizer)
     found = find_machine(machine)
-    left_out = excluded(found, exclude, uses_cpu)
+    unused = without_memory(found, limits or {})
+    left_out = excluded(found, exclude, uses_cpu, unused)
     require_here(found, left_out)
     job = _Job(
         model,

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,9 @@ from devplace.graph.members import parts_of
 from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
-from devplace.problem.names import resolve_device
+from devplace.problem.names import resolve_device, without_memory
 from devplace.problem.placement import Placement
+from devplace.problem.weights import ByWeight, pins_by_weight
 from devplace.units import NS_PER_S, format_bytes, parse_size
 
 
@@ -36,8 +38,10 @@ class Problem:
             buffers; the device's own reserve is outside. The smaller of this and the device's
             usable memory holds.
         pins: Pattern -> device name. A pattern matches the module path (or a path above it), or
-            the op's name; `*` and `?` are wildcards. The first pattern that matches counts.
-        exclude: Names of devices that must not be used.
+            the op's name; `*` and `?` are wildcards. The first pattern that matches counts. What
+            reads a module's weights goes where that is pinned, also where it is called from
+            elsewhere, unless a pin names it itself.
+        exclude: Names of devices that must not be used; a limit of 0 says the same.
         soft_pins: Drop pins that cannot hold (no kernel there) instead of refusing; each dropped
             one is told in `notes`.
 
@@ -150,26 +154,42 @@ class Problem:
 
     @cached_property
     def usable_devices(self) -> tuple[int, ...]:
-        """Indices of the devices that are not excluded."""
-        banned = {resolve_device(self.machine, name, "exclude") for name in self.exclude}
-        usable = tuple(i for i, name in enumerate(self.machine.device_names) if name not in banned)
+        """Indices of the devices that may be used."""
+        names = self.machine.device_names
+        usable = tuple(i for i, name in enumerate(names) if name not in self.unused)
         if not usable:
-            raise ProblemError("At least one device must be left: exclude names all of them.")
+            reasons = ", ".join(f"{name} {reason}" for name, reason in self.unused.items())
+            raise ProblemError(
+                f"At least one device must be left: {reasons}. Allow one of them."
+            )
         return usable
 
     @cached_property
-    def _demands(self) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+    def unused(self) -> Mapping[str, str]:
+        """Devices that must not be used -> `has a limit of 0` or `is excluded`."""
+        found = dict.fromkeys(without_memory(self.machine, self.limits), "has a limit of 0")
+        for name in self.exclude:
+            found[resolve_device(self.machine, name, "exclude")] = "is excluded"
+        return found
+
+    @cached_property
+    def _demands(self) -> _Demands:
         return _allowed_devices(self)
+
+    @property
+    def pinned_groups(self) -> frozenset[int]:
+        """Colocation groups that a pin keeps where they are."""
+        return self._demands.pinned
 
     @property
     def allowed(self) -> NDArray[np.bool_]:
         """Devices each colocation group may go to. bool, shape `[G, D]`."""
-        return self._demands[0]
+        return self._demands.allowed
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was softened or is worth knowing about the demands, and about the costs."""
-        return (*self._demands[1], *self._vain_limits(), *self.costs.notes)
+        return (*self._demands.notes, *self._vain_limits(), *self.costs.notes)
 
     def _vain_limits(self) -> Iterator[str]:
         """Limits above what a device has, which lower nothing."""
@@ -262,14 +282,20 @@ class Problem:
         return found
 
 
-def _allowed_devices(problem: Problem) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+class _Demands(NamedTuple):
+    allowed: NDArray[np.bool_]
+    notes: tuple[str, ...]
+    pinned: frozenset[int]
+
+
+def _allowed_devices(problem: Problem) -> _Demands:
     machine, tasks = problem.machine, problem.core.tasks
     usable = np.zeros(len(machine.devices), bool)
     usable[list(problem.usable_devices)] = True
     allowed = np.tile(usable, (tasks.num_groups, 1))
     _apply_support(problem, allowed)
-    notes = _apply_pins(problem, allowed)
-    return allowed, notes
+    notes, pinned = _apply_pins(problem, allowed)
+    return _Demands(allowed, notes, pinned)
 
 
 def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:
@@ -291,12 +317,14 @@ def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:
         )
 
 
-def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]:
+def _apply_pins(
+    problem: Problem, allowed: NDArray[np.bool_]
+) -> tuple[tuple[str, ...], frozenset[int]]:
     graph, machine, tasks = problem.graph, problem.machine, problem.core.tasks
     pinned_by: dict[int, tuple[str, int]] = {}
     used: set[str] = set()
     notes: list[str] = []
-    targets = {
+    targets: dict[str, int] = {
         pattern: machine.device_index[resolve_device(machine, name, f"pin {pattern!r}")]
         for pattern, name in problem.pins.items()
     }
@@ -304,15 +332,17 @@ def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]
         if target not in problem.usable_devices:
             raise ProblemError(
                 f"A pin must name a usable device: {wanted!r} is pinned to "
-                f"{machine.device_names[target]}, which is excluded. Change one of them."
+                f"{machine.device_names[target]}, which "
+                f"{problem.unused[machine.device_names[target]]}. Change one of them."
             )
     _refuse_cuts(problem, targets)
-    for task, op_index in enumerate(tasks.task_op if targets else ()):
-        op, group = graph.ops[op_index], int(tasks.group[task])
-        pattern = next((p for p in targets if matches(p, op)), None)
-        if pattern is None:
-            continue
-        used.update(p for p, _ in deciding(op, targets) if p is not None)
+    by_weight = pins_by_weight(graph, tasks, list(targets)) if targets else {}
+    direct, through = _pinned_tasks(problem, list(targets), by_weight)
+    for task, pattern in (*direct.items(), *through.items()):
+        op, group = graph.ops[tasks.task_op[task]], int(tasks.group[task])
+        if task in through and group in pinned_by:
+            continue  # what a pin names itself decides
+        used.update([pattern, *(p for p, _ in deciding(op, targets) if p is not None)])
         device = targets[pattern]
         previous = pinned_by.setdefault(group, (pattern, device))
         if previous[1] != device:
@@ -335,7 +365,33 @@ def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]
                 f"run on {machine.device_names[device]}. Remove pin {pattern!r} or allow soft pins."
             )
     notes += [_unused_pin(problem, pattern, targets) for pattern in targets if pattern not in used]
-    return tuple(dict.fromkeys(notes))
+    pinned = frozenset(g for g, (_, device) in pinned_by.items() if allowed[g, device])
+    return tuple(dict.fromkeys(notes)), pinned
+
+
+def _pinned_tasks(
+    problem: Problem, patterns: Sequence[str], by_weight: Mapping[int, ByWeight]
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Tasks that pins name, and those that they reach through weights, with the pattern of each.
+
+    An op that is called from a module above that of its weight counts as called from the latter.
+    """
+    graph, tasks = problem.graph, problem.core.tasks
+    direct: dict[int, str] = {}
+    through: dict[int, str] = {}
+    for task, op_index in enumerate(tasks.task_op if patterns else ()):
+        op, pin = graph.ops[op_index], by_weight.get(task)
+        first = next((k for k, pattern in enumerate(patterns) if matches(pattern, op)), None)
+        is_above = pin is not None and not op.members and _is_above(op.module, pin.module)
+        if pin is not None and (first is None or (is_above and pin.pattern < first)):
+            through[task] = patterns[pin.pattern]
+        elif first is not None:
+            direct[task] = patterns[first]
+    return direct, through
+
+
+def _is_above(module: str, other: str) -> bool:
+    return module != other and (not module or other.startswith(f"{module}."))
 
 
 def _refuse_cuts(problem: Problem, targets: Mapping[str, int]) -> None:
