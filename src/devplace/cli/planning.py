@@ -128,7 +128,7 @@ class PlanOutcome:
             **{key: row[key] for key in ("model", "machine")},
             **row["rows"][0],
             "seed": self.result.seed,
-            "single_ns": best_single(self.session.problem).makespan_ns,
+            "single_ns": best_single(self.session.problem, [self.result.timeline]).makespan_ns,
             "memory": memory_json(self.result.timeline),
             "notes": [*self.session.problem.notes, *self.result.notes],
             "plan": str(self.outputs.plan)
