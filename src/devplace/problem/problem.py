@@ -19,7 +19,7 @@ from devplace.graph.members import parts_of
 from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
-from devplace.problem.names import resolve_device, without_memory
+from devplace.problem.names import require_mapping, resolve_device, without_memory
 from devplace.problem.placement import Placement
 from devplace.problem.weights import ByWeight, pins_by_weight
 from devplace.units import NS_PER_S, format_bytes, parse_size
@@ -67,11 +67,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name, value in (("limits", self.limits), ("pins", self.pins)):
-            if not isinstance(value, Mapping):
-                raise ProblemError(
-                    f"{name} must be a dictionary such as {{'cuda:0': '20GiB'}} or "
-                    f"{{'encoder.*': 'cuda:1'}}, got {value!r}."
-                )
+            require_mapping(name, value)
         shape = (len(self.graph.ops), len(self.machine.devices))
         if self.costs.compute_ns.shape != shape:
             raise ProblemError(
