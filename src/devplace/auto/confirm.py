@@ -233,22 +233,31 @@ def confirm_trials(
     """
     begin = time.monotonic()
     tell = progress or (lambda name: None)
-    rows, own = [], None
-    for candidate, trial in zip(found, trials, strict=True):
+    rows: list[Row] = []
+    own: Ordinary | None = None
+
+    def timed_own() -> Ordinary | None:
+        best = min((row.measured_ns for row in rows if row.measured_ns), default=0)
+        if ordinary is None or not best:
+            return own
+        if time.monotonic() + _OWN_ROUNDS * best / NS_PER_S > begin + seconds:
+            return own or Ordinary(reason="the time was up")
+        tell("the ordinary step")
+        return _faster_own(own, ordinary())
+
+    for number, (candidate, trial) in enumerate(zip(found, trials, strict=True), start=1):
         tell(trial.name)
         rows.append(Row(candidate, measurer.measure(trial, begin + seconds)))
-    for turn in range(PASSES + 1):
-        best = min((row.measured_ns for row in rows if row.measured_ns), default=0)
-        left_s = begin + seconds - time.monotonic()
-        if ordinary is not None and best and left_s > _OWN_ROUNDS * best / NS_PER_S:
-            tell("the ordinary step")
-            own = _faster_own(own, ordinary())
-        for index in _unclear(rows) if turn < PASSES else []:
+        if number == min(2, len(found)):
+            own = timed_own()
+    for _ in range(PASSES):
+        unclear = _unclear(rows)
+        for index in unclear:
             tell(f"{trials[index].name} again")
-            again = measurer.measure(trials[index], begin + seconds)
-            rows[index] = _faster(rows[index], again)
-        if not _unclear(rows):
+            rows[index] = _faster(rows[index], measurer.measure(trials[index], begin + seconds))
+        if not unclear:
             break
+        own = timed_own()
     return Confirmation(tuple(rows), time.monotonic() - begin, own)
 
 
@@ -321,9 +330,9 @@ def _verdict(best: Row, single: Row | None, several: Row | None, rows: Sequence[
         )
         if not _is_credible(best, single):
             return (
-                f"{said}. That is more than {len(best.candidate.devices)} devices can gain, and "
-                f"was so when measured again: something else keeps the computer busy, or one "
-                f"device has too little memory or cache. No speed-up is claimed."
+                f"{said}. That is more than {len(best.candidate.devices)} devices can gain: "
+                f"something else keeps the computer busy, or one device has too little memory or "
+                f"cache. No speed-up is claimed."
             )
         return f"{said}, {alone / max(1, best.measured_ns or 0):.2f} times as fast."
     if several is not None:
