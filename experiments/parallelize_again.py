@@ -1,8 +1,8 @@
 """Whether `parallelize` gives a step, and says the same, when it is called again and again.
 
-On a busy computer (`--busy 8` starts that many busy processes): always a step, and no speed-up above
-the number of devices is reported. On a quiet one (`--busy 0`): the same plan wins in 19 of 20 calls.
-Ends with exit code 1 where that is not so.
+On a busy computer (`--busy 8` starts that many busy processes): always a step, and no speed-up
+above the number of devices is reported. On a quiet one (`--busy 0`): the same plan wins in 19 of 20
+calls. Ends with exit code 1 where that is not so.
 
 Run: `python experiments/parallelize_again.py --busy 8`.
 """
@@ -54,9 +54,7 @@ def once(budget: str) -> tuple[str, str, list[float]]:
     optimizer = torch.optim.Adam(model.parameters())
     with (
         warnings.catch_warnings(record=True) as told,
-        dp.parallelize(
-            model, batch, loss, optimizer, machine=NUM_DEVICES, budget=budget
-        ) as step,
+        dp.parallelize(model, batch, loss, optimizer, machine=NUM_DEVICES, budget=budget) as step,
     ):
         value = float(step(*batch))
         assert value == value
@@ -84,7 +82,8 @@ def main() -> int:
             winner, report, said = once(given.budget)
             winners[winner] += 1
             too_good += any(one > NUM_DEVICES for one in said)
-            print(f"{number + 1}: {winner}, {time.monotonic() - begin:.0f} s\n{report}\n", flush=True)
+            took = time.monotonic() - begin
+            print(f"{number + 1}: {winner}, {took:.0f} s\n{report}\n", flush=True)
     finally:
         for process in busy:
             process.kill()

@@ -386,7 +386,7 @@ def pinned(pins: dict[str, str], text: str = TIED, **meta: Any) -> dict[str, str
     graph = hand_problem(text, machine).graph
     graph = replace(graph, meta={**graph.meta, **meta})
     problem = Problem(graph, machine, hand_problem(text, machine).costs, pins=pins)
-    work = {op.name: allowed(problem, op.name) for op in graph.ops if not op.role == "input"}
+    work = {op.name: allowed(problem, op.name) for op in graph.ops if op.role != "input"}
     return {name: next(iter(found)) for name, found in work.items() if len(found) == 1}
 
 

@@ -79,7 +79,9 @@ def test_what_a_closed_step_took_with_it_is_told_once(read: Callable[..., Any]) 
             step.executor.close()
             del step
             gc.collect()
-        with pytest.warns(UserWarning, match=r"without sync\(\): what these trained is lost") as told:
+        with pytest.warns(
+            UserWarning, match=r"without sync\(\): what these trained is lost"
+        ) as told:
             read(model, optimizer)
         assert told[0].filename == __file__
         with warnings.catch_warnings():
@@ -89,7 +91,7 @@ def test_what_a_closed_step_took_with_it_is_told_once(read: Callable[..., Any]) 
 
 def test_a_synced_step_leaves_nothing_on_the_model() -> None:
     """Copies and files of the model hold nothing of the step, and stay readable."""
-    step, model, optimizer = made()
+    step, model, _ = made()
     step(*BATCH)
     step.sync()
     assert not any(module._forward_pre_hooks for module in model.modules())

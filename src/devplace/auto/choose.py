@@ -23,8 +23,8 @@ from devplace.placers import Placer, Result, Search, Single, place
 from devplace.problem import Problem
 
 _TOO_SLOW = (
-    "No plan was measured within {:.3g} s, so the best predicted one is used unmeasured: the computer "
-    "is busy, or steps take long. Give a larger budget, as budget='5min'."
+    "No plan was measured within {:.3g} s, so the best predicted one is used unmeasured: the "
+    "computer is busy, or steps take long. Give a larger budget, as budget='5min'."
 )
 Tell = Callable[[str], None]
 _Pair = tuple[Candidate, Trial]

@@ -274,9 +274,7 @@ def _check_whole(plan: Plan, where: str = "") -> None:
             )
     wide = next((p for p in plan.priority if not _is_whole(p) or not -(2**63) <= p < 2**63), None)
     if wide is not None:
-        raise PlanError(
-            f"{where}priority {wide} is no integer of 64 bits. Make the plan again."
-        )
+        raise PlanError(f"{where}priority {wide} is no integer of 64 bits. Make the plan again.")
     for op, device in zip(plan.ops, plan.placement, strict=True):
         if not _is_whole(device) or not 0 <= device < len(names):
             raise PlanError(

@@ -155,9 +155,7 @@ class Problem:
         usable = tuple(i for i, name in enumerate(names) if name not in self.unused)
         if not usable:
             reasons = ", ".join(f"{name} {reason}" for name, reason in self.unused.items())
-            raise ProblemError(
-                f"At least one device must be left: {reasons}. Allow one of them."
-            )
+            raise ProblemError(f"At least one device must be left: {reasons}. Allow one of them.")
         return usable
 
     @cached_property
