@@ -141,7 +141,7 @@ class PlanOutcome:
         if self.confirmation is None:
             return {}
         return {
-            "measured_ns": self.confirmation.best.measured_ns,
+            "measured_ns": next((row.measured_ns for row in self.confirmation.ranked), None),
             "confirmation": [row.as_json() for row in self.confirmation.rows],
         }
 
@@ -292,6 +292,8 @@ def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
         found = confirm(
             result, workload.model, session.optimizer, workload.inputs, seconds=CONFIRM_SECONDS
         )
+    if not found.ranked and found.untimed:
+        return found, result
     best = found.best
     plan = best.plan
     timeline = plan.timeline(session.problem)

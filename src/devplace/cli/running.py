@@ -96,11 +96,11 @@ def run(
             steps=steps,
             seed=seed,
         )
-    with working("measuring"):
-        ran = _measure(plan, session, steps, seed)
     with working("timing the ordinary step"), prints_on_stderr():
         workload = session.workload
         own = time_ordinary(problem.graph, workload.model, session.optimizer, workload.inputs)
+    with working("measuring"):
+        ran = _measure(plan, session, steps, seed)
     notes = _keep(path, plan, ran.timeline)
     found = None
     if with_deviations:

@@ -65,12 +65,17 @@ def order_fault(problem: Problem, task_devices: I32, order: Order) -> str:
     Complexity: O(N + E).
     """
     names, ops, tasks = problem.machine.device_names, problem.graph.ops, problem.core.tasks
+    try:
+        order = [list(row) for row in order]
+    except TypeError:
+        return f"An order has one list of ops per device, got {order!r}."
     if len(order) != len(names):
         return f"An order has one list of ops per device: {len(order)} lists, {len(names)} devices."
     listed = np.zeros(len(ops), np.int64)
     for device, row in enumerate(order):
         for op in row:
-            if not isinstance(op, (int, np.integer)) or not 0 <= op < len(ops):
+            is_whole = isinstance(op, (int, np.integer)) and not isinstance(op, bool)
+            if not is_whole or not 0 <= op < len(ops):
                 return (
                     f"The order of {names[device]} lists op {op!r}: ops are whole numbers from 0 "
                     f"to {len(ops) - 1}."
