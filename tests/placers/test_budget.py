@@ -41,6 +41,8 @@ def test_what_is_no_budget_is_named(text: str) -> None:
         ({"seconds": 1e300}, "seconds is 1e"),
         ({"evaluations": math.inf}, "evaluations is inf"),
         ({"evaluations": 2**70}, "evaluations is"),
+        ({"seconds": "5"}, "must be a number, got '5'"),
+        ({"evaluations": True}, "must be a number, got True"),
         ({"evaluations": 2.5}, "whole number of evaluations"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 from devplace.errors import InputError
 from devplace.units import NS_PER_S, parse_time_ns
@@ -33,6 +33,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name, value in (("seconds", self.seconds), ("evaluations", self.evaluations)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise InputError(f"A budget's {name} must be a number, got {value!r}.")
             if value is not None and not value > 0:
                 raise InputError(
                     f"A budget must be positive: {name} is {value}. Give for example 30s or 2000ev."

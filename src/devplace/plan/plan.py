@@ -266,6 +266,9 @@ def machine_fingerprint(machine: Machine) -> str:
 def _check_whole(plan: Plan, where: str = "") -> None:
     """Refuse a plan that does not hang together by itself, whatever problem it is of."""
     count, names = len(plan.ops), plan.device_names
+    _check_lists(where, placement=plan.placement, priority=plan.priority, order=plan.order)
+    for row in plan.order:
+        _check_lists(where, order=row)
     for name, value in (("placement", plan.placement), ("priority", plan.priority)):
         if len(value) != count:
             raise PlanError(
@@ -294,6 +297,12 @@ def _check_whole(plan: Plan, where: str = "") -> None:
                     f"{where}order of {name} lists op {op_index}, which is not placed there. "
                     f"Make the plan again."
                 )
+
+
+def _check_lists(where: str, **lists: Any) -> None:
+    for name, found in lists.items():
+        if not hasattr(found, "__len__"):
+            raise PlanError(f"{where}{name} must be a list, got {found!r}. Make the plan again.")
 
 
 def _is_whole(number: Any) -> bool:
