@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from devplace.cost import CostTable
-from devplace.errors import InputError, ProblemError
+from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.graph import Op
 from devplace.graph.patterns import matches
+from devplace.placers import Single, place
 from devplace.problem import Placement, Problem
 from devplace.testing import hand_machine, hand_placement, hand_problem
 
@@ -354,8 +355,8 @@ def test_sizes_that_add_up_beyond_64_bits_are_refused() -> None:
 
 
 def test_a_limit_of_0_says_not_used() -> None:
-    """Nothing goes to such a device, not even ops without bytes; a pin to it is refused, and so is
-    a problem of which no device is left."""
+    """Nothing goes to such a device, not even ops without bytes, and a pin to it is refused. Where
+    no other device is left, nothing fits."""
     text = "a = f ns=5\nb = f(a) ns=5"
     machine = hand_machine({"cuda:0": 9, "cuda:1": 9})
     problem = hand_problem(text, machine, limits={"cuda:1": "0GB"})
@@ -363,8 +364,9 @@ def test_a_limit_of_0_says_not_used() -> None:
     assert not problem.allowed[:, 1].any()
     with pytest.raises(ProblemError, match="cuda:1, which has a limit of 0"):
         hand_problem(text, machine, limits={1: 0}, pins={"a": "cuda:1"})
-    with pytest.raises(ProblemError, match="cuda:1 has a limit of 0, cuda:0 is excluded"):
-        hand_problem(text, machine, limits={"1": 0}, exclude=["cuda:0"])
+    for demands in ({"limits": {"1": 0}, "exclude": ["cuda:0"]}, {"limits": {0: 0, 1: 0}}):
+        with pytest.raises(InfeasibleError, match="proved"):
+            place(hand_problem(text, machine, **demands), Single())
 
 
 TIED = """

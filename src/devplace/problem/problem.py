@@ -148,18 +148,23 @@ class Problem:
     def usable_devices(self) -> tuple[int, ...]:
         """Indices of the devices that may be used."""
         names = self.machine.device_names
-        usable = tuple(i for i, name in enumerate(names) if name not in self.unused)
-        if not usable:
-            reasons = ", ".join(f"{name} {reason}" for name, reason in self.unused.items())
-            raise ProblemError(f"At least one device must be left: {reasons}. Allow one of them.")
-        return usable
+        return tuple(i for i, name in enumerate(names) if name not in self.unused)
 
     @cached_property
     def unused(self) -> Mapping[str, str]:
-        """Devices that must not be used -> `has a limit of 0` or `is excluded`."""
-        found = dict.fromkeys(without_memory(self.machine, self.limits), "has a limit of 0")
-        for name in self.exclude:
-            found[resolve_device(self.machine, name, "exclude")] = "is excluded"
+        """Devices that must not be used -> `is excluded` or `has a limit of 0`.
+
+        Where that is all that are not excluded, they stay, and nothing fits.
+        """
+        names = self.machine.device_names
+        found = {
+            resolve_device(self.machine, name, "exclude"): "is excluded" for name in self.exclude
+        }
+        if len(found) == len(names):
+            raise ProblemError("At least one device must be left: exclude names all of them.")
+        empty = without_memory(self.machine, self.limits)
+        if not all(name in found or name in empty for name in names):
+            found = {**dict.fromkeys(empty, "has a limit of 0"), **found}
         return found
 
     @cached_property
