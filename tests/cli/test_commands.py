@@ -126,6 +126,9 @@ def test_a_plan_runs_and_is_checked(folder: Path) -> None:
     assert data["bit_equal"] is True
     assert len(data["losses"]) == 2
     assert data["losses"][1] < data["losses"][0]
+    assert "of an eager step" in data["eager"]
+    assert data["ordinary_step_ns"] > 0
+    assert "the ordinary step takes" in data["ordinary"]
     done = devplace("trace", "plan.json", "-o", "trace.json", cwd=folder)
     assert done.returncode == 0, done.stderr
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.cli.runner import MLP, devplace, refused
 
@@ -155,3 +157,26 @@ def test_a_plan_is_used_from_another_folder(project: Path) -> None:
     refused(devplace("run", "../new/plans/plan.json", cwd=other), 2, "new/project/mine.toml")
     gone = devplace("run", "../new/plans/plan.json", "--machine", "cpux2", cwd=other)
     refused(gone, 2, "new/project/mlp.py", "plan again")
+
+
+def test_a_plan_is_refused_where_less_memory_is_free(project: Path) -> None:
+    """Opened when others hold a device's memory: every command that opens the plan names the
+    device, what it must hold and what it has, and ends with exit code 5."""
+    folder = project / "project"
+    made = devplace("plan", "mlp.py:build", *PLAN_OPTIONS, "-o", "plan.json", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    peaks = json.loads((folder / "plan.json").read_text())["predicted"]["peak_bytes"]
+    name, peak = max(peaks.items(), key=lambda pair: pair[1])
+    machine = load_machine(str(folder / "mine.toml"))
+    devices = tuple(
+        msgspec.structs.replace(d, reserve_bytes=d.memory_bytes - peak + 1) if d.name == name else d
+        for d in machine.devices
+    )
+    (folder / "mine.toml").write_text(toml.dumps(dataclasses.replace(machine, devices=devices)))
+    for command in (("explain",), ("run",), ("trace", "-o", "trace.json")):
+        done = devplace(command[0], "plan.json", *command[1:], cwd=folder)
+        assert done.returncode == 5, done.stderr
+        assert f"{name} must hold" in done.stderr
+        assert f"({peak} bytes) and has" in done.stderr
+        assert f"({peak - 1} bytes)" in done.stderr
+        assert "Traceback" not in done.stderr

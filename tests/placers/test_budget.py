@@ -35,29 +35,30 @@ def test_what_is_no_budget_is_named(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"seconds": math.inf}, "seconds is inf"),
+        ({"seconds": 1e300}, "seconds is 1e"),
+        ({"evaluations": math.inf}, "evaluations is inf"),
+        ({"evaluations": 2**70}, "evaluations is"),
+        ({"seconds": "5"}, "must be a number, got '5'"),
+        ({"evaluations": True}, "must be a number, got True"),
+        ({"evaluations": 2.5}, "whole number of evaluations"),
+    ],
+)
+def test_a_budget_can_be_counted(arguments: dict[str, float], part: str) -> None:
+    """What is infinite, too large or no whole number is refused by name."""
+    with pytest.raises(InputError, match=part):
+        Budget(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "arguments", [{"seconds": 0}, {"seconds": -1.0}, {"evaluations": 0}, {"seconds": math.nan}]
 )
 def test_a_budget_is_positive(arguments: dict[str, float]) -> None:
     """Zero, negative and not-a-number budgets are refused by name."""
     with pytest.raises(InputError, match=f"{next(iter(arguments))} is"):
         Budget(**arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"seconds": math.inf}, {"seconds": 1e10}, {"evaluations": 10**16}, {"evaluations": math.inf}],
-)
-def test_a_budget_beyond_all_clocks_is_refused(arguments: dict[str, float]) -> None:
-    """The message says how to have no limit."""
-    name = next(iter(arguments))
-    with pytest.raises(InputError, match=f"at most .* {name}.* Leave {name} out"):
-        Budget(**arguments)  # type: ignore[arg-type]
-
-
-def test_evaluations_are_whole() -> None:
-    """Half of one cannot be counted."""
-    with pytest.raises(InputError, match=r"whole number of evaluations, got 2\.5"):
-        Budget(evaluations=2.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["1s,2s", "5ev,6ev", "1s,5ev,1min"])

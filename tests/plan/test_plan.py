@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from devplace.errors import PlanError, PlanMismatchError
 from devplace.placers import Budget, Heft, place
 from devplace.plan import Plan, load_plan
 from devplace.problem import Problem
+from devplace.report import device_map
 from devplace.testing import hand_machine, hand_problem
 
 TEXT = """
@@ -256,6 +259,102 @@ def test_prices_may_change_without_a_new_plan(plan: Plan) -> None:
     slower = make_problem(TEXT.replace("ns=15", "ns=150"))
     plan.check(slower)
     assert plan.timeline(slower).makespan_ns >= 150
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"placement": (0,) * 7}, "7 for 8 ops"),
+    ({"placement": (0,) * 7 + (2,)}, "'w2' is on device 2"),
+    ({"placement": (0,) * 7 + (-1,)}, "'w2' is on device -1"),
+    ({"placement": (0,) * 7 + (0.5,)}, "'w2' is on device 0.5"),
+    ({"placement": (0,) * 7 + (float("nan"),)}, "'w2' is on device nan"),
+    ({"placement": None}, "placement must be a list"),
+    ({"order": None}, "order must be a list"),
+    ({"order": 7}, "order must be a list"),
+    ({"order": (7, ())}, "order must be a list"),
+    ({"priority": (0,) * 7 + (2**70,)}, "priority"),
+    ({"priority": (0,) * 7 + (0.5,)}, "priority 0.5"),
+    ({"order": ((2, 4, 5, 6, 7),)}, "one list per device"),
+    ({"order": ((2, 4, 5, 6, 99), ())}, "op 99"),
+    ({"order": ((2, 4, 5, 6, 7.5), ())}, "op 7.5"),
+    ({"device_names": ("gpu:0", "gpu:0")}, "one list per device"),
+    ({"device_names": ("gpu:0",)}, "device"),
+]
+
+
+@pytest.mark.parametrize(("changes", "part"), BROKEN)
+def test_a_plan_in_memory_is_checked_as_a_file_is(
+    plan: Plan, changes: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    """Every method refuses a plan that does not hang together, with the words of a file."""
+    sound = dataclasses.replace(plan, placement=(0,) * 8, order=((2, 4, 5, 6, 7), ()))
+    broken = dataclasses.replace(sound, **changes)
+    problem = make_problem()
+    uses: list[Callable[[], Any]] = [
+        broken.as_placement,
+        broken.to_json,
+        lambda: broken.save(tmp_path / "p.json"),
+        lambda: device_map(broken),
+    ]
+    for use in uses:
+        with pytest.raises(PlanError, match=part):
+            use()
+    for use in (lambda: broken.check(problem), lambda: broken.timeline(problem)):
+        with pytest.raises((PlanError, PlanMismatchError)):
+            use()
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "part"),
+    [
+        (TEXT.replace("z2 = other(z) bytes=1 ns=2 result=output module=side", ""), None, "8 ops"),
+        (TEXT.replace("z2 =", "z3 ="), None, "'z3' differs"),
+        (TEXT, {"gpu:0": 100}, "gpu:0, gpu:1, these are gpu:0"),
+        (TEXT, {"gpu:0": 100, "gpu:1": 100, "gpu:2": 100}, "these are gpu:0, gpu:1, gpu:2"),
+    ],
+)
+def test_a_timeline_needs_the_plans_ops_and_devices(
+    plan: Plan, text: str, memory: dict[str, int] | None, part: str
+) -> None:
+    """A plan is not simulated on other ops or devices."""
+    with pytest.raises(PlanMismatchError, match=part):
+        plan.timeline(make_problem(text, memory))
+
+
+def test_a_timeline_keeps_the_demands_of_its_problem(plan: Plan) -> None:
+    """A plan that a pin forbids is not simulated as if it were allowed."""
+    side = plan.device_names[plan.placement[5]]
+    other = next(name for name in plan.device_names if name != side)
+    problem = hand_problem(TEXT, hand_machine(MACHINE), pins={"side": other})
+    with pytest.raises(PlanError, match=f"may not go to {side}"):
+        plan.timeline(problem)
+
+
+def test_a_plan_is_refused_where_less_memory_is_free(plan: Plan) -> None:
+    """What others hold of a device is no other machine, but the plan must fit beside it: the
+    device, what is wanted and what is free are named, in bytes too."""
+    problem = make_problem()
+    device = plan.device_names[plan.placement[0]]
+    peak = plan.predicted.peak_bytes[device]
+    plan.check(replaced_reserve(problem, device, 100 - peak))
+    less = replaced_reserve(problem, device, 100 - peak + 1)
+    assert not plan.timeline(less).is_feasible
+    with pytest.raises(PlanMismatchError, match=f"{device} .*{peak} bytes.*{peak - 1} bytes") as e:
+        plan.check(less)
+    assert e.value.exit_code == 5
+    limited = hand_problem(TEXT, hand_machine(MACHINE), limits={device: peak - 1})
+    with pytest.raises(PlanMismatchError, match=f"{device} must hold"):
+        plan.check(limited)
+
+
+def replaced_reserve(problem: Problem, name: str, reserve_bytes: int) -> Problem:
+    """The problem with so much of a device held by others."""
+    devices = tuple(
+        msgspec.structs.replace(d, reserve_bytes=reserve_bytes) if d.name == name else d
+        for d in problem.machine.devices
+    )
+    machine = dataclasses.replace(problem.machine, devices=devices)
+    return dataclasses.replace(problem, machine=machine)
 
 
 def test_a_plan_alone_has_no_timeline(plan: Plan, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from devplace.cost import CostTable
-from devplace.errors import InputError, ProblemError
+from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.graph import Op
 from devplace.graph.patterns import matches
+from devplace.placers import Single, place
 from devplace.problem import Placement, Problem
 from devplace.testing import hand_machine, hand_placement, hand_problem
 
@@ -351,3 +352,68 @@ def test_sizes_that_add_up_beyond_64_bits_are_refused() -> None:
     text = f"a = f bytes={2**62} ns=1\nb = f bytes={2**62} ns=1"
     with pytest.raises(ProblemError, match="sizes of a step must fit 64 bits"):
         hand_problem(text, hand_machine({"gpu:0": 99}))
+
+
+def test_a_limit_of_0_says_not_used() -> None:
+    """Nothing goes to such a device, not even ops without bytes, and a pin to it is refused. Where
+    no other device is left, nothing fits."""
+    text = "a = f ns=5\nb = f(a) ns=5"
+    machine = hand_machine({"cuda:0": 9, "cuda:1": 9})
+    problem = hand_problem(text, machine, limits={"cuda:1": "0GB"})
+    assert problem.usable_devices == (0,)
+    assert not problem.allowed[:, 1].any()
+    with pytest.raises(ProblemError, match="cuda:1, which has a limit of 0"):
+        hand_problem(text, machine, limits={1: 0}, pins={"a": "cuda:1"})
+    for demands in ({"limits": {"1": 0}, "exclude": ["cuda:0"]}, {"limits": {0: 0, 1: 0}}):
+        with pytest.raises(InfeasibleError, match="proved"):
+            place(hand_problem(text, machine, **demands), Single())
+
+
+TIED = """
+    x = input bytes=4
+    table = parameter bytes=30 module=emb
+    e = aten.embedding(x, table) bytes=8 ns=5 module=emb
+    low = aten.to(table) bytes=15 ns=1 module=
+    h = aten.relu(e) bytes=8 ns=5 module=body
+    y = aten.mm(h, low) bytes=8 ns=5 module=
+    back = aten.mm(y, low) bytes=8 ns=5 stage=backward module=
+    g = aten.mm(y, h) bytes=30 ns=5 stage=backward module=
+    u = aten.sgd(table, g) bytes=30 ns=1 stage=update replaces=table
+"""
+
+
+def pinned(pins: dict[str, str], text: str = TIED, **meta: Any) -> dict[str, str]:
+    """Ops that may go to one device only, with that device."""
+    machine = hand_machine(MACHINE)
+    graph = hand_problem(text, machine).graph
+    graph = replace(graph, meta={**graph.meta, **meta})
+    problem = Problem(graph, machine, hand_problem(text, machine).costs, pins=pins)
+    work = {op.name: allowed(problem, op.name) for op in graph.ops if op.role != "input"}
+    return {name: next(iter(found)) for name, found in work.items() if len(found) == 1}
+
+
+def test_pins_of_a_module_hold_for_products_of_its_weights_wherever_called_from() -> None:
+    """The pinned table's products, of a copy of lower precision too, follow it; what only reads
+    their results does not."""
+    there = {"table": "cuda:1", "e": "cuda:1", "low": "cuda:1", "u": "cuda:1"}
+    assert pinned({"emb": "cuda:1"}) == {**there, "y": "cuda:1", "back": "cuda:1"}
+
+
+def test_a_pin_of_the_caller_holds_where_the_weight_has_none() -> None:
+    """A pattern for everything else comes after that of the weight's module."""
+    found = pinned({"emb": "cuda:1", "": "cuda:0"})
+    assert found["y"] == found["back"] == "cuda:1"
+    assert found["h"] == found["g"] == "cuda:0"
+
+
+def test_an_op_that_a_pin_names_goes_where_it_says() -> None:
+    """A head with a module of its own may be pinned apart from the table it is tied to; where only
+    one of them is pinned, both go there, by either name."""
+    line = "y = aten.mm(h, low) bytes=8 ns=5 module="
+    text = TIED.replace(line, line + "head")
+    tied = {"head.weight": "table"}
+    both = pinned({"emb": "cuda:1", "head": "cuda:0"}, text, tied=tied)
+    assert (both["e"], both["y"], both["table"]) == ("cuda:1", "cuda:0", "cuda:1")
+    assert pinned({"emb": "cuda:1"}, text, tied=tied)["y"] == "cuda:1"
+    head = pinned({"head": "cuda:0"}, text, tied=tied)
+    assert (head["y"], head["e"], head["table"]) == ("cuda:0", "cuda:0", "cuda:0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from hypothesis import given
@@ -20,10 +22,11 @@ from tests.report.steps import (
 from tests.strategies import problems, random_placement
 
 from devplace.graph import OpGraph
-from devplace.placers import Single, place
+from devplace.placers import Search, Single, place
 from devplace.problem import Problem
 from devplace.report import Explanation, explain
 from devplace.simulator import simulate
+from devplace.testing import hand_machine, hand_problem
 
 
 def forward_chain(num_layers: int) -> OpGraph:
@@ -50,6 +53,56 @@ def test_s21_a_chain_spread_over_devices_is_told_to_be_slower() -> None:
     found = explain(placed(problem, {"layer1": "cuda:0", "layer3": "cuda:0"}, "cuda:1").timeline)
     assert "this plan takes" in found.text
     assert "one takes 5 ms" in found.text
+
+
+LAYERS = "x = input bytes=1\n" + "\n".join(
+    f"w{k} = parameter bytes=100 module=l.{k}\n"
+    f"y{k} = f(x, w{k}) bytes=1 ns=1000 module=l.{k}\n"
+    f"u{k} = sgd_(w{k}, y{k}) bytes=0 ns=0 replaces=w{k} module=l.{k}"
+    for k in range(4)
+)
+"""Four layers beside one another, each of 102 bytes."""
+
+
+def idle_text_of(
+    memory: dict[str, int], unsupported: Any = None, text: str = LAYERS, **demands: Any
+) -> str:
+    """Why devices are not used in what the search finds for independent layers."""
+    where = hand_machine(memory, unsupported=unsupported)
+    problem = hand_problem(text, where, **demands)
+    text = explain(place(problem, Search(), "200ev").timeline).text
+    return text.partition("Not used: ")[2].partition(". Status")[0]
+
+
+def test_a_device_is_idle_for_the_reason_that_holds() -> None:
+    """Too small by so many bytes, pinned away, no kernel, excluded, or a limit of 0: none of these
+    is called too slow."""
+    memory = {"cuda:0": 1000, "cuda:1": 1000}
+    assert idle_text_of(memory) == ""
+    small = idle_text_of({"cuda:0": 1000, "cuda:1": 101})
+    assert small == "cuda:1 (too small by 1 B, even for the smallest part of the work)"
+    limited = idle_text_of(memory, limits={"cuda:1": 90})
+    assert limited.startswith("cuda:1 (too small by 12 B")
+    pinned = idle_text_of(memory, pins={"l.*": "cuda:0"})
+    assert pinned == "cuda:1 (pins keep all work elsewhere)"
+    assert idle_text_of(memory, limits={"cuda:1": 0}) == "cuda:1 (limit of 0)"
+    assert idle_text_of(memory, exclude=["cuda:1"]) == "cuda:1 (excluded)"
+    stuck = idle_text_of(memory, unsupported={"cuda:1": ("f",)})
+    assert stuck == "cuda:1 (no kernel for any op)"
+
+
+def test_a_device_is_too_slow_to_help_only_where_it_is() -> None:
+    """A hundred times slower: what it could take over is below what counts. Equal, but behind a
+    link that takes longer than the work: not slow."""
+    slow = LAYERS.replace("ns=1000", "ns=1000,200000")
+    memory = {"cuda:0": 1000, "cpu:0": 1000}
+    assert idle_text_of(memory, text=slow) == "cpu:0 (too slow to help)"
+    far = hand_machine({"cuda:0": 1000, "cuda:1": 1000}, latency_ns=10**6)
+    joined = LAYERS + "\nz = join(y0, y1, y2, y3) bytes=1 ns=1 result=loss"
+    joined = joined.replace("f(x, w", "f(s, w").replace("\n", "\ns = f(x) bytes=1 ns=1\n", 1)
+    found = explain(place(hand_problem(joined, far), Search(), "200ev").timeline)
+    assert found.limits.single_ns == found.step_ns
+    assert "too slow" not in found.text
 
 
 def test_limits_tell_load_from_path_and_transfers() -> None:

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from tests.report.steps import OP_NS, chain_graph, machine, make_problem, placed, wide_graph
+import dataclasses
+from typing import Any
 
-from devplace.report import best_single, plan_summary
+import numpy as np
+import pytest
+from tests.report.steps import (
+    OP_NS,
+    chain_graph,
+    machine,
+    make_problem,
+    placed,
+    rendered,
+    wide_graph,
+)
+
+from devplace.cost import CostTable
+from devplace.placers import Single, place
+from devplace.problem import Placement, Problem
+from devplace.report import best_single, comparison_table, plan_summary
 from devplace.report.summary import idle_text, longest_idle
+from devplace.simulator import simulate
+from devplace.testing import hand_machine, hand_problem
 
 
 def test_s75_summary_has_step_bound_and_search_cost() -> None:
@@ -52,3 +70,76 @@ def test_idle_at_the_end_and_no_idle_at_all() -> None:
     alone = placed(problem, default="cuda:0").timeline
     assert longest_idle(alone) is None
     assert "no device ever waits" in idle_text(alone, None)
+
+
+CHUNKS = """
+    x = input bytes=1
+    w = parameter bytes=1
+    f0 = f(x, w) bytes=10 ns=1000 micro_batch=0
+    g0 = g(f0, w) bytes=1 ns=1000 micro_batch=0
+    f1 = f(x, w) bytes=10 ns=1000 micro_batch=1
+    g1 = g(f1, w) bytes=1 ns=1000 micro_batch=1
+    f2 = f(x, w) bytes=10 ns=1000 micro_batch=2
+    g2 = g(f2, w) bytes=1 ns=1000 micro_batch=2
+    u = sgd(w, g0, g1, g2) bytes=1 ns=10 replaces=w
+"""
+
+
+def in_chunks(text: str, devices: dict[str, int], slow: str, **demands: Any) -> Problem:
+    """A step in three micro-batches, with one device that is slower."""
+    made = hand_machine(devices, speed={name: 1 if name == slow else 10 for name in devices})
+    problem = hand_problem(text, made)
+    graph = dataclasses.replace(problem.graph, meta={"micro_batches": 3})
+    costs = problem.costs.compute_ns.copy()
+    costs[:, made.device_names.index(slow)] *= 10
+    return Problem(graph, made, CostTable(costs, "hand"), **demands)
+
+
+@pytest.mark.parametrize("room", [10, 14, 15, 20, 30, 40, 100])
+def test_the_best_single_device_is_that_of_the_placer_single(room: int) -> None:
+    """Where only an order that saves memory fits on the fast device, speed-ups are over that, not
+    over a slower device: the same step as the placer's, in the summary and in the table."""
+    problem = in_chunks(CHUNKS, {"cuda:0": room, "cpu:0": 1000}, "cpu:0")
+    placed_there = place(problem, Single(), "50ev")
+    assert best_single(problem).makespan_ns == placed_there.step_ns
+    assert "as fast as" in plan_summary(placed_there)
+    assert "1.00x" in rendered(comparison_table([placed_there]), 100)
+    assert bool(placed_there.timeline.order[0]) == (room >= 15)  # one activation at a time
+
+
+def test_a_plan_on_one_device_is_its_own_baseline() -> None:
+    """A step on one device that only an order of its own makes fit is no case of `no single device
+    can hold it`; and what does not fit in the orders tried is not called impossible."""
+    text = """
+        a = f bytes=10 ns=1000
+        b = f bytes=10 ns=1000
+        c = g(a) bytes=1 ns=1
+        d = g(b) bytes=1 ns=1
+        e = join(c, d) bytes=1 ns=1 result=loss
+    """
+    problem = hand_problem(text, hand_machine({"cuda:0": 12}))
+    assert not best_single(problem).is_feasible
+    in_turn = Placement(np.zeros(5, np.int32), None, ((0, 2, 1, 3, 4),))
+    timeline = simulate(problem, in_turn)
+    assert timeline.is_feasible
+    assert best_single(problem, [timeline]) is timeline
+    result = dataclasses.replace(place(problem, Single(), allow_infeasible=True), timeline=timeline)
+    assert "as fast as cuda:0 alone" in plan_summary(result)
+    assert "no single device can hold it" not in plan_summary(result)
+    full = place(problem, Single(), allow_infeasible=True)
+    assert "no order tried fits on a single device (cuda:0 lacks" in plan_summary(full)
+
+
+def test_no_single_device_can_hold_it_is_told_where_it_is_proved() -> None:
+    """Parameters that are too many for any device, or an op that is."""
+    problem = make_problem(chain_graph(4), machine(2, memory=3900))
+    split = {"layer0": "cuda:0", "layer1": "cuda:0"}
+    assert "no single device can hold it" in plan_summary(placed(problem, split, "cuda:1"))
+
+
+def test_without_a_device_that_fits_the_baseline_is_the_fastest() -> None:
+    """Speed-up is then over one device without its limit, and not over the one that lacks least."""
+    problem = make_problem(chain_graph(4), machine(1, memory=2000, with_cpu=True))
+    problem = dataclasses.replace(problem, limits={"cpu:0": 3000})
+    assert not best_single(problem).is_feasible
+    assert best_single(problem).makespan_ns < 17 * OP_NS

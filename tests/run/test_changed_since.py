@@ -292,7 +292,8 @@ def test_a_teacher_that_was_updated_is_not_ignored() -> None:
     with pytest.raises(PlanMismatchError, match=r"outside the model.*step\.sync.*step\.load"):
         step(*batch())
     step.load()
-    assert float(step(*batch())) == pytest.approx(float(loss(model, *batch()).detach()), rel=1e-5)
+    expected = float(loss(model, *batch()).detach())
+    assert float(step(*batch())) == pytest.approx(expected, rel=1e-5)
 
 
 def test_parts_and_parameters_put_in_place_of_others_are_seen() -> None:

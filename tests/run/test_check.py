@@ -208,6 +208,7 @@ def test_what_is_not_compared_with_an_eager_step_is_said() -> None:
     graph = capture(plain, (x,), mean_square, optimizer, 2)
     report = check(graph, plain, optimizer, (x,), *at_random(0)(graph), NAMES, steps=1)
     assert report.not_compared.startswith("2 micro-batches give another ")
+    assert report.beside_own.startswith("other than an eager step of the whole batch: 2 micro-b")
 
 
 def test_inference_is_compared_with_an_eager_call() -> None:

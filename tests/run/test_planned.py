@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 import devplace as dp
-from devplace.errors import InputError, PlanMismatchError
+from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.graph.fusion import fuse_for
+from devplace.run import check_plan
 from tests.graph.test_capture_stacking import batches, token_loss, unrolled
 
 BATCH = (torch.linspace(-1, 1, 24).reshape(4, 6).double(), torch.tensor([0, 1, 2, 1]))
@@ -206,3 +208,18 @@ def test_what_is_no_plan_is_told_apart() -> None:
     ):
         with pytest.raises(InputError, match=f"must be a dp.Plan, got .*{way}"):
             dp.compile(model, given)  # type: ignore[arg-type]
+
+
+def test_a_plan_with_other_op_names_is_not_run() -> None:
+    """A plan is compiled and checked only with the step whose ops it names."""
+    model, optimizer = make()
+    plan = make_plan(model, optimizer)
+    graph = plan.problem.graph
+    other = dataclasses.replace(plan, ops=("nonsense", *plan.ops[1:]), problem=None)
+    with pytest.raises(PlanMismatchError, match="'nonsense' is not there"):
+        dp.compile(model, other, optimizer=optimizer, graph=graph)
+    with pytest.raises(PlanMismatchError, match="'nonsense' is not there"):
+        check_plan(other, graph, model, optimizer, BATCH)
+    torn = dataclasses.replace(plan, placement=(0.5, *plan.placement[1:]))
+    with pytest.raises(PlanError, match=r"is on device 0\.5"):
+        dp.compile(model, torn, optimizer=optimizer, graph=graph)

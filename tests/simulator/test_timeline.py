@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +15,9 @@ from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
 
 from devplace.cost import CostTable
+from devplace.errors import ProblemError
+from devplace.placers import Budget
+from devplace.placers.evaluate import Evaluator
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.kernel import ReferenceKernel
@@ -360,3 +365,82 @@ def test_parallel_links_make_nothing_wait() -> None:
         devices = np.array([0, 0, 0, 0, 1], np.int32)
         steps.append(simulate(problem, Placement(devices)).makespan_ns)
     assert steps == [16, 6]
+
+
+CHAIN = """
+    w = parameter bytes=4
+    a = f(w) bytes=4 ns=5
+    v = view(a) bytes=4
+    b = f(v) bytes=4 ns=5
+    u = sgd(w, b) bytes=4 ns=1 replaces=w
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "part"),
+    [
+        (((4, 3, 1), ()), "can never finish"),
+        (((), (1, 3, 4)), "'a', which is not placed there"),
+        (((1, 3), ()), "'u' is listed 0 times"),
+        (((1, 1, 3, 4), ()), "'a' is listed 2 times"),
+        (((0, 1, 3, 4), ()), "'w' is listed 1 times"),
+        (((1, 2, 3, 4), ()), "'v' is listed 1 times"),
+        (((1, 3, 4, -1), ()), "lists op -1"),
+        (((1, 3, 4, 5), ()), "lists op 5"),
+        (((1.0, 3, 4), ()), "lists op 1.0"),
+        (((1, 3, math.nan), ()), "lists op nan"),
+        (((1, 3, "u"), ()), "lists op 'u'"),
+        (((1, 3, True), ()), "lists op True"),
+        ((1, 3, 4), "one list of ops per device, got"),
+        (7, "one list of ops per device, got"),
+        (((1, 3, 4),), "1 lists, 2 devices"),
+        (((1, 3, 4), (), ()), "3 lists, 2 devices"),
+    ],
+)
+def test_an_order_that_devices_cannot_keep_is_refused(order: Any, part: str) -> None:
+    """Whatever the order lacks or lists wrongly is named, instead of a step of 0 ns; placers'
+    evaluations refuse it, too."""
+    problem = hand_problem(CHAIN, hand_machine(TWO))
+    placement = Placement(np.zeros(5, np.int32), None, order)
+    with pytest.raises(ProblemError, match=part):
+        simulate(problem, placement)
+    with pytest.raises(ProblemError, match=part):
+        Evaluator(problem, Budget(evaluations=5))(placement)
+    right = simulate(problem, Placement(np.zeros(5, np.int32), None, ((1, 3, 4), ())))
+    assert right.makespan_ns == 11
+
+
+@pytest.mark.parametrize(
+    ("devices", "priority", "part"),
+    [
+        ([0.0] * 5, None, "whole number per op"),
+        ([0, 0, 0.5, 0, 0], None, "whole number per op"),
+        ([math.nan] * 5, None, "whole number per op"),
+        ([math.inf] * 5, None, "whole number per op"),
+        ([False] * 5, None, "whole number per op"),
+        ([0, 0, 0, 0, 2**32], None, "0 to 1, got 0 to 4294967296"),
+        ([0, 0, 0, 0, -1], None, "0 to 1, got -1"),
+        ([[0] * 5], None, "one per op"),
+        ([0] * 5, [math.nan] * 5, "Priorities must be 5 integers"),
+        ([0] * 5, [2**63] * 5, "Priorities must be 5 integers"),
+        ([0, 0, 0, 0, 1], None, "'u' must sit with its colocation group"),
+    ],
+)
+def test_a_placement_that_does_not_fit_the_problem_is_refused(
+    devices: Any, priority: Any, part: str
+) -> None:
+    """Devices and priorities are whole numbers in range, and demands of the problem hold."""
+    problem = hand_problem(CHAIN, hand_machine(TWO))
+    given = None if priority is None else np.array(priority)
+    with pytest.raises(ProblemError, match=part):
+        simulate(problem, Placement(np.array(devices), given))
+
+
+@pytest.mark.parametrize(
+    "demands", [{"pins": {"b": "gpu:1"}}, {"exclude": ["gpu:0"]}, {"limits": {"gpu:0": 0}}]
+)
+def test_a_placement_against_a_demand_is_refused(demands: Any) -> None:
+    """A pinned op elsewhere, or any op on a device that is not to be used."""
+    problem = hand_problem(CHAIN, hand_machine(TWO), **demands)
+    with pytest.raises(ProblemError, match="may not go to gpu:0"):
+        simulate(problem, Placement(np.zeros(5, np.int32)))

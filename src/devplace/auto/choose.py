@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from devplace.auto.confirm import Confirmation, confirm_trials
 from devplace.auto.costs import HOPPER, price, probed_machine
 from devplace.auto.learn import learn
 from devplace.auto.measure import Measurer, Trial
+from devplace.auto.ordinary import time_ordinary
 from devplace.auto.sources import step_sources
 from devplace.cost.process import Child
 from devplace.errors import InfeasibleError
@@ -20,6 +22,10 @@ from devplace.machine import Machine
 from devplace.placers import Placer, Result, Search, Single, place
 from devplace.problem import Problem
 
+_TOO_SLOW = (
+    "No plan was measured within {:.3g} s, so the best predicted one is used unmeasured: the "
+    "computer is busy, or steps take long. Give a larger budget, as budget='5min'."
+)
 Tell = Callable[[str], None]
 _Pair = tuple[Candidate, Trial]
 
@@ -113,6 +119,8 @@ def choose(
 ) -> Choice:
     """Measure the candidates of all searches and rank them; without measuring, by prediction.
 
+    Where the time is too short for any, a warning says so and predictions decide.
+
     Args:
         searches: At least one.
         arguments: Model, optimizer, inputs and keyword inputs.
@@ -121,7 +129,7 @@ def choose(
         tell: Told what is being measured.
 
     Raises:
-        ExecutionError: None of them ran.
+        ExecutionError: None of them ran, for other reasons than time.
     """
     notes = _notes(searches)
     if measurer is None:
@@ -139,11 +147,17 @@ def choose(
         measurer,
         clock.confirm_seconds(),
         lambda name: tell(f"measuring {name}"),
+        lambda: time_ordinary(searches[0].graph, *arguments),
     )
     graph_of = {id(candidate): trial.graph for candidate, trial in trials}
-    _ = confirmation.best  # raises if nothing ran
-    _learn(confirmation, searches, graph_of, clock, tell)
-    ranked = [(row.candidate, graph_of[id(row.candidate)]) for row in confirmation.ranked]
+    rows = confirmation.ranked or confirmation.untimed
+    if not rows:
+        _ = confirmation.best  # says why none ran
+    elif not confirmation.ranked:
+        warnings.warn(_TOO_SLOW.format(confirmation.seconds), stacklevel=3)
+    else:
+        _learn(confirmation, searches, graph_of, clock, tell)
+    ranked = [(row.candidate, graph_of[id(row.candidate)]) for row in rows]
     return Choice(tuple(ranked), confirmation, notes)
 
 

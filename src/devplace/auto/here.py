@@ -34,11 +34,13 @@ def find_machine(machine: MachineLike) -> Machine:
     return detect(machine) if isinstance(machine, int) else load_machine(machine)
 
 
-def excluded(machine: Machine, exclude: Sequence[str], uses_cpu: bool) -> tuple[str, ...]:
-    """Devices not to be used: those excluded, and CPUs beside GPUs unless they are wanted."""
+def excluded(
+    machine: Machine, exclude: Sequence[str], uses_cpu: bool, unused: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Devices not to be used: those excluded or unused, and CPUs beside GPUs unless wanted."""
     if isinstance(exclude, str):
         raise InputError(f"exclude must be a list of device names, got {exclude!r}.")
-    names = list(exclude)
+    names = [*exclude, *unused]
     if has_gpus(machine, names) and not uses_cpu:
         names += [d.name for d in machine.devices if d.kind == "cpu" and d.name not in names]
     return tuple(names)

@@ -35,6 +35,7 @@ from devplace.machine import Machine
 from devplace.machine.detect import num_cores
 from devplace.placers import Placer
 from devplace.plan import Plan
+from devplace.problem.names import without_memory
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import RETRY
 from devplace.run.planned import check_plan
@@ -81,8 +82,10 @@ def parallelize(
 
     The step is captured, priced and searched; the best few plans, the best single device and the
     even split are then run in a process of their own, and the fastest measured is taken. So the
-    result is never slower than the best single device that fits, as measured. Model and optimizer
-    are not changed by this, and by training only with `sync`.
+    result is never slower than the best single device that fits, as measured. Your own step is
+    timed, too, and the report says where it is faster. Where nothing can be measured in time, a
+    warning says so and the best predicted plan is taken. Model and optimizer are not changed by
+    this, and by training only with `sync`.
 
     Args:
         model: The model, on the CPU or a GPU, in the mode (train or eval) it shall run in.
@@ -96,7 +99,8 @@ def parallelize(
         budget: Time for everything, capture and confirmation included, as `60s` or `2min`. With a
             number of evaluations, as `500ev`, the search is reproducible; measuring takes its time
             (`500ev,60s` bounds both).
-        limits: Device name -> most bytes a step may use there (integer or text such as `20GiB`).
+        limits: Device name -> most bytes a step may use there (integer or text such as `20GiB`);
+            0: it is not used.
         pins: Pattern -> device name, see `Problem`.
         exclude: Names of devices that must not be used.
         uses_cpu: Whether ops may go to CPUs beside GPUs. Without GPUs CPUs are used anyway.
@@ -120,7 +124,8 @@ def parallelize(
         InputError: A bad argument, a model on the meta device, or devices that are not here.
         CaptureError: The step cannot be one graph; says where and what to do.
         InfeasibleError: Nothing within the memory limits was found.
-        ExecutionError: No plan could be run; says what happened to each.
+        ExecutionError: No plan could be run, for other reasons than time; says what happened to
+            each.
         VerificationError: With `verify`, the placed step gave other numbers.
     """
     clock = Clock.parse(budget)
@@ -130,7 +135,8 @@ def parallelize(
     _check_model(model)
     optimizer = as_one(optimizer)
     found = find_machine(machine)
-    left_out = excluded(found, exclude, uses_cpu)
+    unused = without_memory(found, limits or {})
+    left_out = excluded(found, exclude, uses_cpu, unused)
     require_here(found, left_out)
     job = _Job(
         model,
@@ -260,8 +266,9 @@ class _Job:
                 self.tell("comparing with the unplaced step")
                 self._verify(candidate, graph, seed)
             self.tell(f"compiling {candidate.name}")
+            settles = choice.confirmation is None or bool(choice.confirmation.ranked)
             try:
-                step, measured_ns = self._compiled(candidate, graph, seed)
+                step, measured_ns = self._compiled(candidate, graph, seed, settles)
             except (ExecutionError, RuntimeError, MemoryError) as error:
                 if not isinstance(error, ExecutionError) and not is_out_of_memory(error):
                     raise
@@ -288,7 +295,9 @@ class _Job:
         )
         self.notes.append(report.beside_own)
 
-    def _compiled(self, candidate: Candidate, graph: OpGraph, seed: int) -> tuple[Step, int | None]:
+    def _compiled(
+        self, candidate: Candidate, graph: OpGraph, seed: int, settles: bool
+    ) -> tuple[Step, int | None]:
         plan = candidate.plan
         step = compile_step(
             self.model,
@@ -301,7 +310,7 @@ class _Job:
             waits=False,
         )
         try:
-            return step, self._settle(step)
+            return step, self._settle(step) if settles else None
         except BaseException:
             with contextlib.suppress(RuntimeError, ExecutionError):
                 step.close()

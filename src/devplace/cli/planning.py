@@ -148,7 +148,7 @@ class PlanOutcome:
             **{key: row[key] for key in ("model", "machine")},
             **row["rows"][0],
             "seed": self.result.seed,
-            "single_ns": best_single(self.session.problem).makespan_ns,
+            "single_ns": best_single(self.session.problem, [self.result.timeline]).makespan_ns,
             "memory": memory_json(self.result.timeline),
             "notes": [*self.session.problem.notes, *self.result.notes],
             "plan": str(self.outputs.plan)
@@ -161,7 +161,7 @@ class PlanOutcome:
         if self.confirmation is None:
             return {}
         return {
-            "measured_ns": self.confirmation.best.measured_ns,
+            "measured_ns": next((row.measured_ns for row in self.confirmation.ranked), None),
             "confirmation": [row.as_json() for row in self.confirmation.rows],
         }
 
@@ -318,6 +318,8 @@ def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
         found = confirm(
             result, workload.model, session.optimizer, workload.inputs, seconds=CONFIRM_SECONDS
         )
+    if not found.ranked and found.untimed:
+        return found, result
     best = found.best
     plan = best.plan
     timeline = plan.timeline(session.problem)

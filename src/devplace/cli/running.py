@@ -44,11 +44,11 @@ class RunOutcome:
             if d["bit_equal"]
             else (f"equal within {d['largest_error']:.1e} of each tensor's largest value")
         )
+        click.echo(f"{d['eager'][:1].upper()}{d['eager'][1:]}.")
         click.echo(
             f"{d['results']} results (loss, parameters, buffers, optimizer state) of "
             f"{d['steps']} steps: {equal} to the {d['compared_with']}."
         )
-        click.echo(f"{d['eager'][:1].upper()}{d['eager'][1:]}.")
         moved = f"{d['transfers']} transfers per step, {format_bytes(d['transfer_bytes'])}."
         took, planned = format_time(d["measured_step_ns"]), format_time(d["predicted_step_ns"])
         names = ", ".join(d["devices"])
@@ -64,6 +64,7 @@ class RunOutcome:
             how = "CUDA graphs" if d["mode"] == "graph" else f"no CUDA graphs: {d['reason']}"
             click.echo(f"Ran on {names} of this computer ({how}); {moved}")
             click.echo(f"Measured {took} per step; predicted {planned}.")
+        click.echo(f"{d['ordinary'][:1].upper()}{d['ordinary'][1:]}.")
         if not all(math.isfinite(loss) for loss in d["losses"]):
             click.echo("note: losses are not finite; equal steps can still be of no use.")
         for note in d["notes"]:
@@ -76,9 +77,10 @@ class RunOutcome:
 def run(
     path: Path, steps: int, seed: int, given: Given, with_deviations: bool = False
 ) -> RunOutcome:
-    """Execute a plan and compare it with the unplaced step."""
+    """Execute a plan and compare it with the ordinary step, run eagerly, and the unplaced one."""
     plan = load_plan(path)
     session = reopen(plan, path, given, with_values=True)
+    from devplace.auto.ordinary import time_ordinary
     from devplace.run import check_plan
 
     problem = session.problem
@@ -94,6 +96,9 @@ def run(
             steps=steps,
             seed=seed,
         )
+    with working("timing the ordinary step"), prints_on_stderr():
+        workload = session.workload
+        own = time_ordinary(problem.graph, workload.model, session.optimizer, workload.inputs)
     with working("measuring"):
         ran = _measure(plan, session, steps, seed)
     notes = _keep(path, plan, ran.timeline)
@@ -119,6 +124,8 @@ def run(
             "transfer_bytes": timeline.transfer_bytes,
             "predicted_step_ns": timeline.makespan_ns,
             "measured_step_ns": ran.step_ns,
+            "ordinary_step_ns": own.timing.step_ns if own.timing else None,
+            "ordinary": str(own),
             "losses": ran.losses,
             "mode": ran.mode,
             "reason": ran.reason,

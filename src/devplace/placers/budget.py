@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from devplace.errors import InputError
 from devplace.units import NS_PER_S, parse_time_ns
 
 DEFAULT_SECONDS = 30.0
-MOST_SECONDS = 10**9
-"""30 years; longer times of the clock do not fit into what counts them."""
-MOST_EVALUATIONS = 10**15
+LARGEST = {"seconds": 10**9, "evaluations": 2**53}
+"""A time in ns, and a share of evaluations as a float, must be exact to count with."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,28 @@ class Budget:
         evaluations: Simulations (or measured steps). None: no limit.
 
     Raises:
-        InputError: A limit that is not positive, or beyond 30 years or 10^15 evaluations.
+        InputError: A limit that is not positive, or beyond 30 years or 2^53 evaluations.
     """
 
     seconds: float | None = None
     evaluations: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, most in (
-            ("seconds", self.seconds, MOST_SECONDS),
-            ("evaluations", self.evaluations, MOST_EVALUATIONS),
-        ):
-            if value is None:
-                continue
-            if not value > 0:
+        for name, value in (("seconds", self.seconds), ("evaluations", self.evaluations)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise InputError(f"A budget's {name} must be a number, got {value!r}.")
+            if value is not None and not value > 0:
                 raise InputError(
                     f"A budget must be positive: {name} is {value}. Give for example 30s or 2000ev."
                 )
-            if value > most:
+            if value is not None and not value <= LARGEST[name]:
                 raise InputError(
-                    f"A budget must be at most {most:.0e} {name}. Leave {name} out for no limit."
+                    f"A budget must be finite: {name} is {value}, at most {LARGEST[name]:,} can be "
+                    f"counted. Leave {name} out for no limit."
                 )
-        if self.evaluations is not None and self.evaluations != int(self.evaluations):
+        if self.evaluations is not None and not isinstance(self.evaluations, Integral):
             raise InputError(
-                f"A budget has a whole number of evaluations, got {self.evaluations}. "
-                f"Give for example 2000ev."
+                f"A budget has a whole number of evaluations, got {self.evaluations!r}. Round it."
             )
 
     @classmethod

@@ -209,10 +209,10 @@ def _with_end(found: Found) -> Found:
 
 
 def _lowered(problem: Problem, room: I64) -> Problem:
-    """The problem with room left on every device."""
-    names = problem.machine.device_names
-    left = [max(1, limit - int(gap)) for limit, gap in zip(problem.limit_bytes, room, strict=True)]
-    return replace(problem, limits=dict(zip(names, left, strict=True)))
+    """The problem with room left on every device; a limit of 0, which says not used, stays."""
+    rows = zip(problem.machine.device_names, problem.limit_bytes, room, strict=True)
+    left = {name: max(min(1, limit), limit - int(gap)) for name, limit, gap in rows}
+    return replace(problem, limits=left)
 
 
 def _note(problem: Problem, room: I64) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import msgspec
 import numpy as np
 
 import devplace
-from devplace.errors import PlanError, PlanMismatchError
+from devplace.errors import PlanError, PlanMismatchError, ProblemError
 from devplace.files import decode_json, read_whole, write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Machine
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
-from devplace.simulator.in_order import simulate_in_order, waiting_ops
+from devplace.units import format_bytes
 
 FORMAT = "devplace plan"
 FORMAT_VERSION = 1
@@ -94,37 +93,55 @@ class Plan:
     problem: Problem | None = field(default=None, compare=False, repr=False)
 
     def as_placement(self) -> Placement:
-        """Placement and order as the simulator takes them."""
+        """Placement and order as the simulator takes them.
+
+        Raises:
+            PlanError: The plan does not hang together, as one that was edited.
+        """
+        _check_whole(self)
         priority = np.array(self.priority, np.int64)
         return Placement(np.array(self.placement, np.int32), priority, self.order)
 
     def check(self, problem: Problem) -> None:
-        """Refuse a problem this plan was not made for.
+        """Refuse a problem this plan was not made for, or in whose memory it does not fit.
 
         Raises:
-            PlanMismatchError: Says what differs.
+            PlanMismatchError: Says what differs, or which device lacks how much.
             PlanError: The plan breaks a demand of the problem (colocation, pins, order).
         """
         _check_graph(self, problem)
         _check_machine(self, problem.machine)
-        _check_placement(self, problem)
-        _check_order(self, problem)
+        _check_memory(self.timeline(problem))
 
     def timeline(self, problem: Problem | None = None) -> Timeline:
         """Simulate the plan in its order; numbers are those of the problem's costs, not the stored
-        ones."""
+        ones. Memory limits are not checked.
+
+        Raises:
+            PlanMismatchError: The problem has other ops or devices than the plan.
+            PlanError: The plan breaks a demand of the problem (colocation, pins, order).
+        """
         problem = problem or self.problem
         if problem is None:
             raise PlanError("A plan from a file needs a problem: capture the model and build one.")
         placement = self.as_placement()
-        timeline = simulate(problem, replace(placement, order=None))
-        if timeline.order == self.order:
-            return timeline
-        _check_order(self, problem)  # it was edited, or devices wait for their turns
-        return simulate_in_order(problem, placement, self.order)
+        _check_graph(self, problem)
+        check_devices(self, problem.machine)
+        _check_placement(self, problem)
+        try:
+            timeline = simulate(problem, replace(placement, order=None))
+            if timeline.order == self.order:
+                return timeline
+            return simulate(problem, placement)  # it was edited, or devices wait for their turns
+        except ProblemError as error:
+            raise PlanError(f"{error} Or make the plan again.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; an existing file is replaced only by a whole new one."""
+        """Write the plan as JSON; an existing file is replaced only by a whole new one.
+
+        Raises:
+            PlanError: The file cannot be written, or the plan does not hang together.
+        """
         try:
             write_whole(path, self.to_json())
         except OSError as error:
@@ -133,7 +150,12 @@ class Plan:
             ) from error
 
     def to_json(self) -> bytes:
-        """The plan as JSON."""
+        """The plan as JSON.
+
+        Raises:
+            PlanError: The plan does not hang together, as one that was edited.
+        """
+        _check_whole(self)
         data = _PlanFile(
             FORMAT,
             FORMAT_VERSION,
@@ -214,8 +236,9 @@ def load_plan(path: str | Path) -> Plan:
             f"{path} has format {found.format!r} version {found.version}, expected {FORMAT!r} "
             f"version {FORMAT_VERSION}. Make the plan again."
         )
-    _check_file(found, str(path))
-    return Plan(
+    if set(found.order) != set(found.devices):
+        raise PlanError(f"{path}: order must have one list per device. Make the plan again.")
+    plan = Plan(
         found.ops,
         found.devices,
         found.placement,
@@ -225,6 +248,8 @@ def load_plan(path: str | Path) -> Plan:
         found.fingerprints,
         found.request,
     )
+    _check_whole(plan, f"{path}: ")
+    return plan
 
 
 def machine_fingerprint(machine: Machine) -> str:
@@ -239,32 +264,50 @@ def machine_fingerprint(machine: Machine) -> str:
     return hashlib.sha256(b"\n".join([*devices, *links, *pools])).hexdigest()[:16]
 
 
-def _check_file(found: _PlanFile, where: str) -> None:
-    count = len(found.ops)
-    for name, value in (("placement", found.placement), ("priority", found.priority)):
+def _check_whole(plan: Plan, where: str = "") -> None:
+    """Refuse a plan that does not hang together by itself, whatever problem it is of."""
+    count, names = len(plan.ops), plan.device_names
+    _check_lists(where, placement=plan.placement, priority=plan.priority, order=plan.order)
+    for row in plan.order:
+        _check_lists(where, order=row)
+    for name, value in (("placement", plan.placement), ("priority", plan.priority)):
         if len(value) != count:
             raise PlanError(
-                f"{where}: {name} must have one entry per op: {len(value)} for {count} ops. "
+                f"{where}{name} must have one entry per op: {len(value)} for {count} ops. "
                 f"Make the plan again."
             )
-    wide = next((p for p in found.priority if not -(2**63) <= p < 2**63), None)
+    wide = next((p for p in plan.priority if not _is_whole(p) or not -(2**63) <= p < 2**63), None)
     if wide is not None:
-        raise PlanError(f"{where}: priority {wide} does not fit 64 bits. Make the plan again.")
-    for op, device in zip(found.ops, found.placement, strict=True):
-        if not 0 <= device < len(found.devices):
+        raise PlanError(f"{where}priority {wide} is no integer of 64 bits. Make the plan again.")
+    for op, device in zip(plan.ops, plan.placement, strict=True):
+        if not _is_whole(device) or not 0 <= device < len(names):
             raise PlanError(
-                f"{where}: {op!r} is on device {device}, but there are only "
-                f"{len(found.devices)} devices."
+                f"{where}{op!r} is on device {device}, but there are only "
+                f"{len(names)} devices, 0 to {len(names) - 1}. Make the plan again."
             )
-    if set(found.order) != set(found.devices):
-        raise PlanError(f"{where}: order must have one list per device. Make the plan again.")
-    for index, name in enumerate(found.devices):
-        for op_index in found.order[name]:
-            if not 0 <= op_index < count or found.placement[op_index] != index:
+    if len(plan.order) != len(names) or len(set(names)) != len(names):
+        raise PlanError(
+            f"{where}order must have one list per device: {len(plan.order)} lists, devices "
+            f"{', '.join(names)}. Make the plan again."
+        )
+    for index, name in enumerate(names):
+        for op_index in plan.order[index]:
+            is_op = _is_whole(op_index) and 0 <= op_index < count
+            if not is_op or plan.placement[op_index] != index:
                 raise PlanError(
-                    f"{where}: order of {name} lists op {op_index}, which is not placed there. "
+                    f"{where}order of {name} lists op {op_index}, which is not placed there. "
                     f"Make the plan again."
                 )
+
+
+def _check_lists(where: str, **lists: Any) -> None:
+    for name, found in lists.items():
+        if not hasattr(found, "__len__"):
+            raise PlanError(f"{where}{name} must be a list, got {found!r}. Make the plan again.")
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
 def _check_graph(plan: Plan, problem: Problem) -> None:
@@ -323,23 +366,21 @@ def _check_placement(plan: Plan, problem: Problem) -> None:
         raise PlanError(f"The plan breaks a rule: {broken[0]}. Plan again, or undo the edit.")
 
 
-def _check_order(plan: Plan, problem: Problem) -> None:
-    tasks = problem.core.tasks
-    work = {
-        int(op) for op, source in zip(tasks.task_op, tasks.is_source, strict=True) if not source
-    }
-    listed = [op for row in plan.order for op in row]
-    count = Counter(listed)
-    wrong = next((op for op in range(len(plan.ops)) if count[op] != (op in work)), None)
-    if wrong is not None:
-        raise PlanError(
-            f"Every op must be in one order, sources and views in none: {plan.ops[wrong]!r} "
-            f"is listed {count[wrong]} times. Make the plan again."
-        )
-    waiting = waiting_ops(problem, plan.order)
-    if waiting is not None:
-        consumer, producer = (plan.ops[op] for op in waiting)
-        raise PlanError(
-            f"The order can never finish: {consumer!r} waits for {producer!r}, which in turn waits "
-            f"for it. Order every op after the ops it reads, or make the plan again."
-        )
+def _check_memory(timeline: Timeline) -> None:
+    """Refuse a step that does not fit, as where less memory is free than when it was planned."""
+    if timeline.is_feasible:
+        return
+    machine, wires = timeline.problem.machine, timeline.problem.core.wires
+    names = [*machine.device_names, *(pool.name for pool in machine.pools)]
+    peaks = [*timeline.peak_bytes.tolist(), *timeline.pool_peak_bytes.tolist()]
+    limits = [*wires.limit_bytes.tolist(), *wires.pool_limit_bytes.tolist()]
+    lacks = "; ".join(
+        f"{name} must hold {format_bytes(peak)} ({peak} bytes) and has {format_bytes(limit)} "
+        f"({limit} bytes) for it"
+        for name, peak, limit in zip(names, peaks, limits, strict=True)
+        if peak > limit
+    )
+    raise PlanMismatchError(
+        f"The plan does not fit into the memory that is free: {lacks}. Free memory or raise the "
+        f"limit, or plan again."
+    )

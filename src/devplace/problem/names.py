@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from devplace.errors import ProblemError, did_you_mean
 from devplace.machine import Machine
+from devplace.units import parse_size
 
 
 def resolve_device(machine: Machine, name: str | int, where: str) -> str:
@@ -21,4 +24,31 @@ def resolve_device(machine: Machine, name: str | int, where: str) -> str:
     known = machine.device_names
     raise ProblemError(
         f"Unknown device {name!r} in {where}.{did_you_mean(text, known)} Known: {', '.join(known)}."
+    )
+
+
+def require_mapping(name: str, value: object) -> None:
+    """Refuse limits or pins that are no dictionary.
+
+    Raises:
+        ProblemError: Shows how to write one.
+    """
+    if not isinstance(value, Mapping):
+        raise ProblemError(
+            f"{name} must be a dictionary such as {{'cuda:0': '20GiB'}} or "
+            f"{{'encoder.*': 'cuda:1'}}, got {value!r}."
+        )
+
+
+def without_memory(machine: Machine, limits: Mapping[str, int | str]) -> tuple[str, ...]:
+    """Devices that a limit of 0 says not to use.
+
+    Raises:
+        ProblemError, InputError: No dictionary, no such device, or no size.
+    """
+    require_mapping("limits", limits)
+    return tuple(
+        resolve_device(machine, name, "limits")
+        for name, value in limits.items()
+        if parse_size(value, f"Limit of {name}") == 0
     )

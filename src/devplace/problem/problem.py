@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +13,10 @@ from devplace.cost import CostTable
 from devplace.errors import ProblemError
 from devplace.graph import OpGraph
 from devplace.graph.graph import BATCH_ON
-from devplace.graph.members import parts_of
-from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
-from devplace.problem.names import resolve_device
+from devplace.problem.demands import Demands, demands_of
+from devplace.problem.names import require_mapping, resolve_device, without_memory
 from devplace.problem.placement import Placement
 from devplace.units import NS_PER_S, format_bytes, parse_size
 
@@ -36,8 +34,10 @@ class Problem:
             buffers; the device's own reserve is outside. The smaller of this and the device's
             usable memory holds.
         pins: Pattern -> device name. A pattern matches the module path (or a path above it), or
-            the op's name; `*` and `?` are wildcards. The first pattern that matches counts.
-        exclude: Names of devices that must not be used.
+            the op's name; `*` and `?` are wildcards. The first pattern that matches counts. What
+            reads a module's weights goes where that is pinned, also where it is called from
+            elsewhere, unless a pin names it itself.
+        exclude: Names of devices that must not be used; a limit of 0 says the same.
         soft_pins: Drop pins that cannot hold (no kernel there) instead of refusing; each dropped
             one is told in `notes`.
 
@@ -63,11 +63,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name, value in (("limits", self.limits), ("pins", self.pins)):
-            if not isinstance(value, Mapping):
-                raise ProblemError(
-                    f"{name} must be a dictionary such as {{'cuda:0': '20GiB'}} or "
-                    f"{{'encoder.*': 'cuda:1'}}, got {value!r}."
-                )
+            require_mapping(name, value)
         shape = (len(self.graph.ops), len(self.machine.devices))
         if self.costs.compute_ns.shape != shape:
             raise ProblemError(
@@ -150,26 +146,45 @@ class Problem:
 
     @cached_property
     def usable_devices(self) -> tuple[int, ...]:
-        """Indices of the devices that are not excluded."""
-        banned = {resolve_device(self.machine, name, "exclude") for name in self.exclude}
-        usable = tuple(i for i, name in enumerate(self.machine.device_names) if name not in banned)
-        if not usable:
-            raise ProblemError("At least one device must be left: exclude names all of them.")
-        return usable
+        """Indices of the devices that may be used."""
+        names = self.machine.device_names
+        return tuple(i for i, name in enumerate(names) if name not in self.unused)
 
     @cached_property
-    def _demands(self) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
-        return _allowed_devices(self)
+    def unused(self) -> Mapping[str, str]:
+        """Devices that must not be used -> `is excluded` or `has a limit of 0`.
+
+        Where that is all that are not excluded, they stay, and nothing fits.
+        """
+        names = self.machine.device_names
+        found = {
+            resolve_device(self.machine, name, "exclude"): "is excluded" for name in self.exclude
+        }
+        if len(found) == len(names):
+            raise ProblemError("At least one device must be left: exclude names all of them.")
+        empty = without_memory(self.machine, self.limits)
+        if not all(name in found or name in empty for name in names):
+            found = {**dict.fromkeys(empty, "has a limit of 0"), **found}
+        return found
+
+    @cached_property
+    def _demands(self) -> Demands:
+        return demands_of(self)
+
+    @property
+    def pinned_groups(self) -> frozenset[int]:
+        """Colocation groups that a pin keeps where they are."""
+        return self._demands.pinned
 
     @property
     def allowed(self) -> NDArray[np.bool_]:
         """Devices each colocation group may go to. bool, shape `[G, D]`."""
-        return self._demands[0]
+        return self._demands.allowed
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was softened or is worth knowing about the demands, and about the costs."""
-        return (*self._demands[1], *self._vain_limits(), *self.costs.notes)
+        return (*self._demands.notes, *self._vain_limits(), *self.costs.notes)
 
     def _vain_limits(self) -> Iterator[str]:
         """Limits above what a device has, which lower nothing."""
@@ -212,6 +227,11 @@ class Problem:
             raise ProblemError(
                 f"A placement needs {count} devices, one per op, got shape {devices.shape}."
             )
+        if devices.dtype.kind not in "iu":
+            raise ProblemError(
+                f"A placement has a whole number per op, the index of its device, got "
+                f"{devices.dtype}."
+            )
         if devices.min() < 0 or devices.max() >= len(self.machine.devices):
             raise ProblemError(
                 f"A placement has device indices 0 to {len(self.machine.devices) - 1}, "
@@ -226,10 +246,11 @@ class Problem:
             ProblemError: Not one integer per op.
         """
         given, count = np.asarray(priority), len(self.graph.ops)
-        if given.shape != (count,) or given.dtype.kind not in "iu":
+        is_whole = given.dtype.kind in "iu" and given.dtype != np.uint64
+        if given.shape != (count,) or not is_whole:
             raise ProblemError(
-                f"Priorities must be {count} integers, one per op, got shape {given.shape} of "
-                f"{given.dtype}."
+                f"Priorities must be {count} integers, one per op, got shape "
+                f"{given.shape} of {given.dtype}. Give int64."
             )
         return np.ascontiguousarray(given[self.core.tasks.task_op], np.int64)
 
@@ -242,130 +263,15 @@ class Problem:
     def violations(self, placement: Placement) -> list[str]:
         """Which demands a placement breaks: colocation, pins, unsupported ops, excluded devices."""
         tasks, devices = self.core.tasks, self.task_devices(placement)
-        first = np.full(tasks.num_groups, -1, np.int32)
+        first = np.zeros(tasks.num_groups, np.int32)
+        first[tasks.group[::-1]] = devices[::-1]
+        apart = devices != first[tasks.group]
+        banned = ~self.allowed[tasks.group, devices]
         found = []
-        for task, group in enumerate(tasks.group):
-            op, device = self.graph.ops[tasks.task_op[task]], devices[task]
-            if first[group] < 0:
-                first[group] = device
-            elif first[group] != device:
-                found.append(f"{op.name!r} must sit with its colocation group")
-            if not self.allowed[group, device]:
-                found.append(f"{op.name!r} may not go to {self.machine.device_names[device]}")
+        for task in np.flatnonzero(apart | banned):
+            name = self.graph.ops[tasks.task_op[task]].name
+            if apart[task]:
+                found.append(f"{name!r} must sit with its colocation group")
+            if banned[task]:
+                found.append(f"{name!r} may not go to {self.machine.device_names[devices[task]]}")
         return found
-
-
-def _allowed_devices(problem: Problem) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
-    machine, tasks = problem.machine, problem.core.tasks
-    usable = np.zeros(len(machine.devices), bool)
-    usable[list(problem.usable_devices)] = True
-    allowed = np.tile(usable, (tasks.num_groups, 1))
-    _apply_support(problem, allowed)
-    notes = _apply_pins(problem, allowed)
-    return allowed, notes
-
-
-def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:
-    tasks = problem.core.tasks
-    tasks_of: dict[str, list[int]] = {}
-    for task, op_index in enumerate(tasks.task_op):
-        for target in problem.graph.ops[op_index].targets:
-            tasks_of.setdefault(target, []).append(task)
-    for index, device in enumerate(problem.machine.devices):
-        for target, found in tasks_of.items():
-            if any(fnmatch.fnmatchcase(target, p) for p in device.unsupported_ops):
-                allowed[tasks.group[found], index] = False
-    stuck = np.flatnonzero(~allowed.any(axis=1))
-    if len(stuck):
-        op = problem.graph.ops[tasks.task_op[np.flatnonzero(tasks.group == stuck[0])[0]]]
-        raise ProblemError(
-            f"Every op needs a device that can run it: {op.name!r} ({op.target}) has none among "
-            f"the usable ones. Allow another device or machine."
-        )
-
-
-def _apply_pins(problem: Problem, allowed: NDArray[np.bool_]) -> tuple[str, ...]:
-    graph, machine, tasks = problem.graph, problem.machine, problem.core.tasks
-    pinned_by: dict[int, tuple[str, int]] = {}
-    used: set[str] = set()
-    notes: list[str] = []
-    targets = {
-        pattern: machine.device_index[resolve_device(machine, name, f"pin {pattern!r}")]
-        for pattern, name in problem.pins.items()
-    }
-    for wanted, target in targets.items():
-        if target not in problem.usable_devices:
-            raise ProblemError(
-                f"A pin must name a usable device: {wanted!r} is pinned to "
-                f"{machine.device_names[target]}, which is excluded. Change one of them."
-            )
-    _refuse_cuts(problem, targets)
-    for task, op_index in enumerate(tasks.task_op if targets else ()):
-        op, group = graph.ops[op_index], int(tasks.group[task])
-        pattern = next((p for p in targets if matches(p, op)), None)
-        if pattern is None:
-            continue
-        used.update(p for p, _ in deciding(op, targets) if p is not None)
-        device = targets[pattern]
-        previous = pinned_by.setdefault(group, (pattern, device))
-        if previous[1] != device:
-            raise ProblemError(
-                f"Pins must not part what belongs together: {op.name!r} is pinned to "
-                f"{machine.device_names[device]} by {pattern!r}, but its colocation group to "
-                f"{machine.device_names[previous[1]]} by {previous[0]!r}. Change one of them."
-            )
-        if allowed[group, device]:
-            allowed[group] = False
-            allowed[group, device] = True
-        elif problem.soft_pins:
-            notes.append(
-                f"pin {pattern!r} dropped for {op.name!r}: {op.target} cannot run on "
-                f"{machine.device_names[device]}"
-            )
-        else:
-            raise ProblemError(
-                f"A pin must name a device that can run the op: {op.name!r} ({op.target}) cannot "
-                f"run on {machine.device_names[device]}. Remove pin {pattern!r} or allow soft pins."
-            )
-    notes += [_unused_pin(problem, pattern, targets) for pattern in targets if pattern not in used]
-    return tuple(dict.fromkeys(notes))
-
-
-def _refuse_cuts(problem: Problem, targets: Mapping[str, int]) -> None:
-    """Refuse pins that part the members of a fused group."""
-    for op in problem.graph.ops:
-        cut = cut_by(op, targets)
-        if cut is None:
-            continue
-        inside, outside = (f"{m.name!r} (module {m.module!r})" for m in (cut.inside, cut.outside))
-        away = ""
-        if cut.other is not None:
-            away = f", which {cut.other!r} sends to {problem.pins[cut.other]}"
-        raise ProblemError(
-            f"A pin must not cut a fused group: {cut.pattern!r} sends {inside} to "
-            f"{problem.pins[cut.pattern]}, but its group {op.name!r} also computes "
-            f"{outside}{away}. Fuse with these pins, then price that graph: "
-            f"graph = fuse_for(graph, pins), of devplace.graph.fusion."
-        )
-
-
-def _unused_pin(problem: Problem, pattern: str, targets: Mapping[str, int]) -> str:
-    """Why a pin binds no task: a note if that is harmless, else an error."""
-    graph, tasks = problem.graph, problem.core.tasks
-    matched = [index for index, op in enumerate(graph.ops) if matches(pattern, op)]
-    parts = [part for op in graph.ops for part in parts_of(op)]
-    if not matched and not any(names(pattern, part) for part in parts):
-        modules = sorted({part.module.split(".")[0] for part in parts if part.module})
-        raise ProblemError(
-            f"Every pin must match something: {pattern!r} matches no module or op. "
-            f"Top-level modules: {', '.join(modules[:20]) or 'none'}."
-        )
-    own = set(tasks.task_op.tolist())
-    hidden = next((index for index in matched if index in own), None)
-    if hidden is None:
-        return f"pin {pattern!r} changes nothing: what it matches follows the ops it belongs to"
-    winner = next(other for other in targets if matches(other, graph.ops[hidden]))
-    raise ProblemError(
-        f"Every pin must decide something: {pattern!r} comes after {winner!r}, which matches all "
-        f"of it. Put {pattern!r} first."
-    )

@@ -25,7 +25,7 @@ def device_map(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict[s
         Path -> device name, in the order of the model. The only CPU is called `cpu`.
 
     Raises:
-        PlanError: A plan from a file without its graph.
+        PlanError: A plan from a file without its graph, or one that does not hang together.
         PlanMismatchError: The graph is not the one that was planned.
 
     Example:
@@ -37,7 +37,7 @@ def device_map(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict[s
         names = planned.problem.machine.device_names
     else:
         graph = graph or (planned.problem.graph if planned.problem else None)
-        devices, names = list(planned.placement), planned.device_names
+        devices, names = planned.as_placement().devices.tolist(), planned.device_names
         if graph is None:
             raise PlanError(
                 "A plan from a file does not say which ops are parameters. Capture the model and "

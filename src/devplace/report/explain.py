@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from devplace.graph.members import module_shares, modules_of, parts_of, readers_in
-from devplace.graph.patterns import matches
 from devplace.report.fallback import Fallback, fallbacks
 from devplace.report.limits import Limits, find_limits, limits_text
 from devplace.simulator import Timeline
@@ -27,7 +26,7 @@ Why = Literal[
 ]  # fmt: skip
 """Why a module is where it is, the first that holds:
 
-- `pinned`: a pin names it.
+- `pinned`: a pin keeps it there.
 - `no kernel elsewhere`: no other usable device may run it.
 - `memory`: its parameters fit on no other device any more.
 - `one device`: the whole step is on one device.
@@ -252,7 +251,7 @@ class _Reasons:
                 sizes = (problem.graph.tensors[t].num_bytes for t in op.outputs)
                 self._static[op.module] += sum(sizes)
                 self._homes[op.module].add(self._names[timeline.devices[op_index]])
-            if any(matches(pattern, op) for pattern in problem.pins):
+            if group in problem.pinned_groups:
                 self._pinned.update(modules_of(op))
 
     def why(self, module: str, devices: list[str], total: int, path: int, received: int) -> Why:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from devplace.graph import Op
 from devplace.graph.members import calls_text, where_text
-from devplace.graph.patterns import matches
 from devplace.simulator import Timeline
 from devplace.units import NS_PER_MS
 
@@ -89,13 +88,9 @@ class _Why:
         patterns = problem.machine.devices[fastest].unsupported_ops
         tasks = self._tasks = problem.core.tasks
         self._stuck: set[int] = set()
-        self._pinned: set[int] = set()
-        for task, index in enumerate(tasks.task_op.tolist()) if patterns or problem.pins else ():
-            op, group = problem.graph.ops[index], int(tasks.group[task])
-            if _is_unsupported(op, patterns):
-                self._stuck.add(group)
-            if any(matches(pattern, op) for pattern in problem.pins):
-                self._pinned.add(group)
+        for task, index in enumerate(tasks.task_op.tolist()) if patterns else ():
+            if _is_unsupported(problem.graph.ops[index], patterns):
+                self._stuck.add(int(tasks.group[task]))
         self._group_bytes = _group_bytes(timeline)
 
     def reason(self, task: int) -> Reason:
@@ -103,7 +98,7 @@ class _Why:
         group = int(self._tasks.group[task])
         if group in self._stuck:
             return "no kernel"
-        if not self._problem.allowed[group, self._fastest] and group in self._pinned:
+        if not self._problem.allowed[group, self._fastest] and group in self._problem.pinned_groups:
             return "pinned"
         return "memory" if self._group_bytes[group] > self._room else self._free
 

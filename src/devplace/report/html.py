@@ -37,7 +37,8 @@ def html_report(result: Result, results: Sequence[Result | Skipped] = ()) -> str
         HTML text, about 60 bytes per op.
     """
     timeline = result.timeline
-    single = best_single(timeline.problem)
+    found = [row.timeline for row in (result, *results) if isinstance(row, Result)]
+    single = best_single(timeline.problem, found)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("devplace.report"),
         autoescape=True,

@@ -8,13 +8,13 @@ import msgspec
 
 from devplace.graph.members import module_shares
 from devplace.report.summary import WORTH_TELLING, best_single
+from devplace.report.unused import NO_GAIN, unused_text
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import format_time
 
 LimitedBy = Literal["chain", "transfers", "load", "critical path"]
 # Shares are of the step. Where they draw the line is a matter of wording only.
-_NO_GAIN = 0.98
 _MANY_TRANSFERS = 0.25
 _BUSY = 0.9
 
@@ -29,7 +29,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lower_bound_ns: No plan can be faster.
         chain_ns: Longest chain of ops, with what must cross links (`critical_path_ns`).
         load_ns: All work shared out perfectly.
-        single_ns: Best step on one device.
+        single_ns: Best step on one device (`best_single`).
         single_fits: Whether that is within its memory limit.
         path_compute_ns: Time of the ops on the plan's critical path.
         path_wait_ns: Rest of the critical path: transfers and their queues.
@@ -61,7 +61,7 @@ def find_limits(timeline: Timeline, bound: LowerBound | None = None) -> Limits:
     """
     problem = timeline.problem
     bound = bound or lower_bound(problem)
-    single = best_single(problem)
+    single = best_single(problem, [timeline])
     path = timeline.critical_path()
     spent = (timeline.finish_ns - timeline.start_ns)[path].tolist()
     modules: dict[str, int] = {}
@@ -74,7 +74,7 @@ def find_limits(timeline: Timeline, bound: LowerBound | None = None) -> Limits:
     wait = timeline.makespan_ns - timeline.batch_ns - compute
     busy = int(timeline.busy_ns[busiest] // problem.core.wires.streams[busiest])
     limited_by: LimitedBy = "critical path"
-    if bound.step_ns >= _NO_GAIN * single.makespan_ns and single.is_feasible:
+    if bound.step_ns >= NO_GAIN * single.makespan_ns and single.is_feasible:
         limited_by = "chain"
     elif wait > _MANY_TRANSFERS * timeline.makespan_ns:
         limited_by = "transfers"
@@ -100,12 +100,14 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
     usable = len(timeline.problem.usable_devices)
     step = format_time(timeline.makespan_ns)
     chain, load = format_time(limits.chain_ns), format_time(limits.load_ns)
+    is_no_gain = limits.limited_by == "chain" and limits.chain_ns < _BUSY * limits.lower_bound_ns
+    used = sum(map(bool, timeline.order))
+    rest = unused_text(timeline, limits.load_ns, is_no_gain) + _batch_text(timeline)
     if limits.limited_by == "chain" and usable == 1:
         alone = f"The step takes {step} on the only usable device, {limits.busiest}."
-        return alone + _batch_text(timeline)
-    used = sum(map(bool, timeline.order))
+        return alone + rest
     if limits.limited_by == "chain" or used == 1:
-        return _no_gain_text(limits, usable, used, step) + _batch_text(timeline)
+        return _no_gain_text(limits, usable, used, step) + rest
     path = (
         f"{format_time(limits.path_compute_ns)} of ops and "
         f"{format_time(limits.path_wait_ns)} of transfers"
@@ -117,11 +119,11 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
         "load": f"Load limits the step of {step}: {busy}; the critical path is {path}.",
         "critical path": f"The critical path limits the step of {step}: it is {path}; {busy}.",
     }[limits.limited_by]
-    fits = "" if limits.single_fits else " but cannot hold the step"
+    fits = "" if limits.single_fits else " but does not hold it in any order tried"
     return (
         f"{first} {_modules(limits, 'Most')}. It uses {used} of {usable} devices; no plan can "
         f"be below {format_time(limits.lower_bound_ns)} (longest chain {chain}, work shared out "
-        f"{load}), one device takes {format_time(limits.single_ns)}{fits}.{_batch_text(timeline)}"
+        f"{load}), one device takes {format_time(limits.single_ns)}{fits}.{rest}"
     )
 
 
@@ -143,11 +145,9 @@ def _no_gain_text(limits: Limits, usable: int, used: int, step: str) -> str:
         f"No gain from {usable} devices: {first}, and no plan can be below {bound}. The critical "
         f"path, ops that wait for one another, is at least {chain} long; {_modules(limits)}."
     )
-    if limits.limited_by != "chain":
-        return text
-    if limits.chain_ns >= _BUSY * limits.lower_bound_ns:
+    if limits.limited_by == "chain" and limits.chain_ns >= _BUSY * limits.lower_bound_ns:
         return f"{text} Only branches or micro-batches can overlap."
-    return f"{text} The other devices are too slow to help."
+    return text
 
 
 def _modules(limits: Limits, most: str = "most") -> str:

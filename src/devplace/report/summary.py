@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from devplace.graph.members import where_text
-from devplace.placers import Result, ThroughputResult
+from devplace.placers import Budget, Result, Single, ThroughputResult
+from devplace.placers.rounds import search
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.report.pipeline import load_rows
 from devplace.simulator import Timeline, simulate
+from devplace.simulator.needs import least_needs
 from devplace.units import format_bytes, format_time
 
 WORTH_TELLING = 0.01
 """Part of a step from which on the copies of the batch are told."""
 
 
-def best_single(problem: Problem) -> Timeline:
-    """The best step with everything on one device: one that fits if any does, else the fastest."""
-    steps = [simulate(problem, all_on(problem, device)) for device in problem.usable_devices]
+def best_single(problem: Problem, known: Iterable[Timeline] = ()) -> Timeline:
+    """The best step with everything on one device, as placer `single` finds it: what speed-ups are
+    over. If none that it tries fits, the fastest without the memory limit.
+
+    Args:
+        problem: What is placed.
+        known: Other steps; one on a single device counts if it is better.
+    """
+    steps = [search(problem, Single(), Budget(), seed=0).timeline]
+    steps += [step for step in known if len(_in_work(step)) == 1]
+    if not any(step.is_feasible for step in steps):
+        steps += [simulate(problem, all_on(problem, device)) for device in problem.usable_devices]
     return min(steps, key=lambda step: (not step.is_feasible, step.makespan_ns))
+
+
+def _in_work(timeline: Timeline) -> list[int]:
+    return [d for d, ops in enumerate(timeline.order) if ops]
+
+
+def _is_too_large(problem: Problem) -> bool:
+    """Whether it is proved that no single device can hold the step, in whatever order."""
+    needs = least_needs(problem)
+    for d in problem.usable_devices:
+        there = problem.allowed[:, d]
+        static = needs.total_bytes if there.all() else int(needs.static_bytes[there].sum())
+        if static <= needs.room_bytes[d] and needs.allowed[there, d].all():
+            return False
+    return True
 
 
 def devices_in_use(timeline: Timeline) -> list[int]:
@@ -138,7 +165,7 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
         single: Best step on one device, if already known.
     """
     timeline, problem = result.timeline, result.timeline.problem
-    single = single or best_single(problem)
+    single = single or best_single(problem, [timeline])
     lines = [
         ("step", f"{format_time(result.step_ns)} predicted{_against(result.step_ns, single)}"),
         (
@@ -185,12 +212,15 @@ def _gap_text(gap: float) -> str:
 
 def _against(step_ns: int, single: Timeline) -> str:
     names = single.problem.machine.device_names
-    used = [names[d] for d, ops in enumerate(single.order) if ops]
+    used = [names[d] for d in _in_work(single)]
     where = used[0] if len(used) == 1 else "one device"
     if not step_ns or not single.makespan_ns:
         return ""
     if not single.is_feasible:
-        return f"; no single device can hold it ({missing_text(single.missing_bytes)})"
+        lacks = missing_text(single.missing_bytes)
+        if _is_too_large(single.problem):
+            return f"; no single device can hold it ({lacks})"
+        return f"; no order tried fits on a single device ({lacks})"
     ratio = single.makespan_ns / step_ns
     if len(used) == 1 and step_ns == single.makespan_ns:
         return f", as fast as {where} alone"

@@ -67,7 +67,7 @@ def comparison_table(
     problem = _problem_of(results, problem)
     found = [r for r in results if isinstance(r, Result)]
     bound = _best_bound(found) or bound or lower_bound(problem)
-    single = single or best_single(problem)
+    single = single or best_single(problem, [result.timeline for result in found])
     unit = _unit(max((int(r.timeline.peak_bytes.max()) for r in found), default=0))
     title = f"{problem.graph.name} on {problem.machine.name}"
     table = _table(title)

@@ -189,6 +189,12 @@ class SharedValues:
         self.let_go()
         self._versions = list(map(_version, self._tensors))
 
+    def are_written(self) -> bool:
+        """Whether the user has written to one of them, or put another in its place."""
+        present = [place.get(key) for place, key in self._places]
+        is_other = any(map(is_not, present, self._tensors))
+        return is_other or list(map(_version, self._tensors)) != self._versions
+
     def check(self, get: Get, is_synced: bool) -> None:
         """See that nobody wrote to them, or put others in their place. About 100 ns each.
 
@@ -203,10 +209,9 @@ class SharedValues:
         for other in tuple(self._ahead):
             if other is not self:
                 self._check_other(other)
-        present: list[Any] = [place.get(key) for place, key in self._places]
-        is_other = any(map(is_not, present, self._tensors))
-        if not is_other and list(map(_version, self._tensors)) == self._versions:
+        if not self.are_written():
             return
+        present: list[Any] = [place.get(key) for place, key in self._places]
         rows = zip(self._bindings, self._tensors, present, self._versions, strict=True)
         for binding, tensor, now, version in rows:
             if now is tensor and tensor._version == version:

@@ -68,7 +68,8 @@ class CheckReport:
         num_transfers: Copies between devices per step.
         own: The first captured, unplaced step beside the user's own, which PyTorch runs eagerly:
             one entry per result that both leave; empty where they cannot be compared.
-        not_compared: Why they cannot; else empty.
+        not_compared: Why they cannot, or may differ, as where micro-batches are meant to; else
+            empty.
     """
 
     steps: int
@@ -90,6 +91,8 @@ class CheckReport:
     @property
     def beside_own(self) -> str:
         """What the comparison with the user's own step gave, in words."""
+        if self.not_compared and self.own:
+            return f"other than an eager step of the whole batch: {self.not_compared}"
         if self.not_compared:
             return f"not compared with an eager step: {self.not_compared}"
         error = max((tensor.error for tensor in self.own), default=0.0)
@@ -170,7 +173,7 @@ def compare_own(
         find: Gives the results of the unplaced step.
 
     Returns:
-        One error per result that both leave, and why there are none.
+        One error per result that both leave, and why there are none, or they count for nothing.
 
     Raises:
         VerificationError: Names the first result that is off by more than its limit.
@@ -197,7 +200,7 @@ def compare_own(
     wrong = [error for error in errors if error.error > error.limit]
     count = graph.meta["micro_batches"]
     if wrong and count > 1:  # a mean over each, as batch norm takes, may be meant
-        return (), (
+        return tuple(errors), (
             f"{count} micro-batches give another {wrong[0].role} {wrong[0].name!r} than the whole "
             f"batch, by {wrong[0].error:.3g} of its largest value"
         )

@@ -23,6 +23,7 @@ from devplace.run.executors import Executor, make_executor, used_devices
 from devplace.run.inputs import bind_inputs, bind_scalars, require_values
 from devplace.run.mailbox import CopyFunction
 from devplace.run.schedule import make_schedule
+from devplace.run.stale import StaleGuard
 from devplace.run.state import ModelState
 from devplace.run.timeline import MeasuredTimeline
 
@@ -106,6 +107,8 @@ class Step:
         self._graph = graph
         self._changes_state = bool(graph.replaced)
         self._state = ModelState(graph, model, optimizer, invent_seed)
+        own = [] if self._optimizer is None else each_of(self._optimizer)
+        self._guard = StaleGuard(self, self._state.model, own)
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._steps_since_capture = 0
@@ -126,6 +129,12 @@ class Step:
     def steps_done(self) -> int:
         """Steps the optimizer has made, those before capture included where it counts them."""
         return self._state.steps_before_capture + self._steps_since_capture
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the step has newer values than the model, which nobody has written to since."""
+        has_values = not (self._is_synced or self._lost_by or self.executor.has_lost_state)
+        return has_values and not self._shared.are_written()
 
     def load(self) -> None:
         """Read parameters, buffers and optimizer state from the model and optimizer again.
@@ -149,6 +158,7 @@ class Step:
             self._shared = SharedValues(
                 self._graph.program, self._state.model, self._graph.replaced
             )
+            self._guard.end()
             self._is_synced = True
             self._lost_by = ""
 
@@ -160,7 +170,8 @@ class Step:
     def sync(self) -> None:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
 
-        Afterwards `state_dict()`, checkpoints and evaluation see the trained values.
+        Afterwards `state_dict()`, checkpoints and evaluation see the trained values; without it
+        they are refused.
 
         Raises:
             InputError: The model is on the meta device and cannot hold values.
@@ -172,6 +183,7 @@ class Step:
             self._facts.check_parts()
             self._state.write(self.executor.get, self._steps_since_capture)
             self._shared.note()
+            self._guard.end()
             self._is_synced = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,8 +236,10 @@ class Step:
             if self.executor.has_lost_state:
                 self._lost_by = str(error)
             raise
+        if self._is_synced and self._changes_state:
+            self._guard.begin(self.steps_done)
+            self._is_synced = False
         self._steps_since_capture = number
-        self._is_synced = self._is_synced and not self._changes_state
         self._shared.go_ahead()
         if self._optimizer is not None:
             for one in each_of(self._optimizer):
@@ -235,7 +249,10 @@ class Step:
         return outcome
 
     def close(self) -> None:
-        """End the device threads. The step cannot be called any more."""
+        """End the device threads. The step cannot be called any more, and what was not synced is
+        lost."""
+        if not self._is_synced:
+            self._guard.lose(self.steps_done)
         self._shared.let_go()
         self.executor.close()
 

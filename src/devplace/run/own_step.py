@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,51 @@ def run_own(graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any
         model, optimizer, inputs, kwargs: As for `check`.
     """
     model, optimizer = unwrap(model), as_one(optimizer)
+    with _on_twins(graph, model) as (sources, twins, slots):
+        heads, loss = _heads(graph, model, inputs, kwargs)
+        after = dict(zip(twins, slots.get(), strict=True))
+        gradients = _gradients(graph, optimizer, sources, twins, loss)
+    state: dict[Any, Any] = {}
+    if optimizer is not None:
+        state = _update(optimizer, sources, twins)
+    results = (t if t is None else t.detach() for t in _results(graph, heads, after, state))
+    return OwnStep(tuple(results), gradients)
+
+
+@contextlib.contextmanager
+def own_loop(
+    graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any = None
+) -> Iterator[Callable[[], None]]:
+    """The user's own step as something to call again and again: it trains copies of all values.
+
+    Afterwards model, optimizer, random generators, and what functions write to are as before.
+
+    Args:
+        graph: The captured step; tells the loss function, clipping and autocast.
+        model, optimizer, inputs, kwargs: As for `check`.
+    """
+    model, optimizer = unwrap(model), as_one(optimizer)
+    with _on_twins(graph, model) as (sources, twins, _):
+        own = [] if optimizer is None else _own_optimizers(optimizer, sources, twins)
+
+        def step() -> None:
+            _, loss = _heads(graph, model, inputs, kwargs)
+            _gradients(graph, optimizer, sources, twins, loss)
+            for one in own:
+                type(one).step(one)
+
+        step()  # shows what the user's functions write to
+        follower = sys.gettrace()
+        sys.settrace(None)
+        try:
+            yield step
+        finally:
+            sys.settrace(follower)
+
+
+@contextlib.contextmanager
+def _on_twins(graph: OpGraph, model: Any) -> Iterator[tuple[Sources, dict[str, Any], Slots]]:
+    """The model with copies of its tensors in their places."""
     sources = find_sources(model)
     twins = _twins(sources)
     outside = find_outside(model, graph.program.loss_fn)
@@ -74,14 +120,7 @@ def run_own(graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any
     with undisturbed(), left_alone(modules, outside):
         slots = Slots(model, sources)
         slots.put(list(twins.values()))
-        heads, loss = _heads(graph, model, inputs, kwargs)
-        after = dict(zip(twins, slots.get(), strict=True))
-        gradients = _gradients(graph, optimizer, sources, twins, loss)
-    state: dict[Any, Any] = {}
-    if optimizer is not None:
-        state = _update(graph, optimizer, sources, twins)
-    results = (t if t is None else t.detach() for t in _results(graph, heads, after, state))
-    return OwnStep(tuple(results), gradients)
+        yield sources, twins, slots
 
 
 def _twins(sources: Sources) -> dict[str, Any]:
@@ -140,16 +179,27 @@ def _gradients(
     return {name: twins[name].grad for name in names if twins[name].grad is not None}
 
 
-def _update(
-    graph: OpGraph, optimizer: Any, sources: Sources, twins: Mapping[str, Any]
-) -> dict[Any, Any]:
+def _update(optimizer: Any, sources: Sources, twins: Mapping[str, Any]) -> dict[Any, Any]:
     """Let a twin of the optimizer step; gives its state by parameter and slot."""
+    state: dict[Any, Any] = {}
+    for own in _own_optimizers(optimizer, sources, twins):
+        type(own).step(own)  # a scheduler has put a counting function on the instance
+        state |= own.state
+    return {
+        (name, slot): value
+        for name in sources.parameters
+        for slot, value in state.get(twins[name], {}).items()
+    }
+
+
+def _own_optimizers(optimizer: Any, sources: Sources, twins: Mapping[str, Any]) -> list[Any]:
+    """Twins of the optimizer, or of each of several, over twins of the parameters."""
     twin_of = {id(tensor): twins[name] for name, tensor in sources.parameters.items()}
 
     def twin(parameter: Any) -> Any:
         return twin_of.setdefault(id(parameter), parameter.detach())
 
-    state: dict[Any, Any] = {}
+    found = []
     for one in each_of(optimizer):
         own = object.__new__(type(one))
         own.__dict__.update(one.__dict__)
@@ -158,13 +208,8 @@ def _update(
         ]
         known = {twin(p): copy.deepcopy(kept) for p, kept in one.state.items()}
         own.state = defaultdict(dict, known)
-        type(own).step(own)  # a scheduler has put a counting function on the instance
-        state |= own.state
-    return {
-        (name, slot): value
-        for name in sources.parameters
-        for slot, value in state.get(twins[name], {}).items()
-    }
+        found.append(own)
+    return found
 
 
 def _results(

@@ -138,11 +138,18 @@ def check_graph(plan: Plan, graph: OpGraph) -> None:
 
     Raises:
         PlanMismatchError: Says what differs.
+        PlanError: The plan does not hang together.
     """
     if len(plan.ops) != len(graph.ops):
         raise PlanMismatchError(
             f"The plan was made for another step: it has {len(plan.ops)} ops, this one "
             f"{len(graph.ops)}. {_MADE_FOR}"
+        )
+    plan.as_placement()  # refuses one that was edited so that it does not hang together
+    other = next((n for n, op in zip(plan.ops, graph.ops, strict=True) if n != op.name), None)
+    if other is not None:
+        raise PlanMismatchError(
+            f"The plan was made for another step: its op {other!r} is not there. {_MADE_FOR}"
         )
     if plan.fingerprints.graph != fingerprint(graph):
         raise PlanMismatchError(

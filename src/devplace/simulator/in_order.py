@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from devplace.errors import ProblemError
 from devplace.graph.waiting import waiting_pair
 from devplace.problem import Core, Placement, Problem, Tasks, Wires
 from devplace.problem.core import pointers
@@ -32,10 +33,16 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
         problem: What is placed.
         placement: Device per op; its priorities decide only which of two transfers requested at
             the same instant is served first.
-        order: Per device the indices of its ops; together with the data it must have no cycle
-            (`waiting_ops`).
+        order: Per device the indices of its ops.
+
+    Raises:
+        ProblemError: Devices cannot keep to this order (`order_fault`), or the placement does not
+            fit the problem's ops and devices.
     """
     device = problem.task_devices(placement)
+    fault = order_fault(problem, device, order)
+    if fault:
+        raise ProblemError(fault)
     core, original = _chained(problem, order)
     priority = priorities(problem, placement, device, make_kernel(problem.core))
     for streams, row in zip(problem.core.wires.streams, order, strict=True):
@@ -45,6 +52,57 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
     run = make_kernel(core).trace(device, priority)
     run.transfers[:, 0] = original[run.transfers[:, 0]]
     return expand(problem, device, run)
+
+
+def order_fault(problem: Problem, task_devices: I32, order: Order) -> str:
+    """Why devices cannot keep to an order; empty if they can.
+
+    Args:
+        problem: What is placed.
+        task_devices: Device of every task. int32 `[N]`
+        order: Per device the indices of its ops.
+
+    Complexity: O(N + E).
+    """
+    names, ops, tasks = problem.machine.device_names, problem.graph.ops, problem.core.tasks
+    try:
+        order = [list(row) for row in order]
+    except TypeError:
+        return f"An order has one list of ops per device, got {order!r}."
+    if len(order) != len(names):
+        return f"An order has one list of ops per device: {len(order)} lists, {len(names)} devices."
+    listed = np.zeros(len(ops), np.int64)
+    for device, row in enumerate(order):
+        for op in row:
+            is_whole = isinstance(op, (int, np.integer)) and not isinstance(op, bool)
+            if not is_whole or not 0 <= op < len(ops):
+                return (
+                    f"The order of {names[device]} lists op {op!r}: ops are whole numbers from 0 "
+                    f"to {len(ops) - 1}."
+                )
+            listed[op] += 1
+    due = np.zeros(len(ops), np.int64)
+    due[tasks.task_op[tasks.is_source == 0]] = 1
+    for wrong in np.flatnonzero(listed != due):
+        return (
+            f"Every op must be in one order, sources and views in none: {ops[wrong].name!r} "
+            f"is listed {listed[wrong]} times. Make the order again."
+        )
+    for device, row in enumerate(order):
+        for op in row:
+            if task_devices[tasks.op_task[op]] != device:
+                return (
+                    f"The order of {names[device]} lists {ops[op].name!r}, which is not placed "
+                    f"there. Make the order again."
+                )
+    waiting = waiting_ops(problem, order)
+    if waiting is None:
+        return ""
+    consumer, producer = (ops[op].name for op in waiting)
+    return (
+        f"The order can never finish: {consumer!r} waits for {producer!r}, which in turn waits "
+        f"for it. Order every op after the ops it reads."
+    )
 
 
 def waiting_ops(problem: Problem, order: Order) -> tuple[int, int] | None:

@@ -21,7 +21,9 @@ class Needs:
     Attributes:
         static_bytes: What is in memory when the step begins: sources of each group, and read-only
             sources that only this group reads. `[G]`
-        total_bytes: The same of the whole step, each read-only source counted once.
+        least_bytes: What each group needs on its device: that, or if it is more, what its largest
+            op reads, makes and works in at once. `[G]`
+        total_bytes: Static bytes of the whole step, each read-only source counted once.
         room_bytes: What a device can hold of it. `[D]`
         capacity_bytes: What all usable devices together can hold.
         allowed: Devices each group may go to and where its static bytes and each of its ops fit.
@@ -29,6 +31,7 @@ class Needs:
     """
 
     static_bytes: I64
+    least_bytes: I64
     total_bytes: int
     room_bytes: I64
     capacity_bytes: int
@@ -75,8 +78,9 @@ def least_needs(problem: Problem) -> Needs:
             room[d] = min(room[d], wires.pool_limit_bytes[pool] - wires.held_bytes[d])
     largest = np.zeros(tasks.num_groups, np.int64)
     np.maximum.at(largest, tasks.group, _op_bytes(tasks))
-    fits = np.maximum(static, largest)[:, None] <= room[None, :]
-    return Needs(static, total, np.maximum(room, 0), _capacity(problem), problem.allowed & fits)
+    least = np.maximum(static, largest)
+    allowed = problem.allowed & (least[:, None] <= room[None, :])
+    return Needs(static, least, total, np.maximum(room, 0), _capacity(problem), allowed)
 
 
 def tightest(problem: Problem) -> tuple[int, int, int]:
@@ -85,8 +89,7 @@ def tightest(problem: Problem) -> tuple[int, int, int]:
     tasks, needs = problem.core.tasks, least_needs(problem)
     group = int(np.flatnonzero(~needs.allowed.any(axis=1))[0])
     members = np.flatnonzero(tasks.group == group)
-    alone = _op_bytes(tasks)[members]
-    needed = max(int(alone.max()), int(needs.static_bytes[group]))
+    alone, needed = _op_bytes(tasks)[members], int(needs.least_bytes[group])
     room = int(needs.room_bytes[problem.allowed[group]].max())
     return int(tasks.task_op[members[alone.argmax()]]), needed, room
 

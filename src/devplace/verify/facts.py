@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from devplace.graph import Member, Op, OpGraph
 from devplace.graph.overwrite import overwritten_sources
 from devplace.machine import Device, Machine
+from devplace.units import parse_size
 
 if TYPE_CHECKING:
     from devplace.problem import Problem
@@ -141,6 +142,8 @@ def broken_demands(problem: Problem, device: Sequence[int]) -> list[str]:
     found = facts(graph)
     work = set(found.work)
     excluded = {meant_device(machine, name) for name in problem.exclude}
+    empty = [name for name, most in problem.limits.items() if parse_size(most) == 0]
+    excluded |= {meant_device(machine, name) for name in empty}
     broken = []
     for v in found.work:
         place = machine.devices[device[v]]

@@ -34,7 +34,7 @@ from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
-from devplace.simulator.in_order import waiting_ops
+from devplace.simulator.in_order import order_fault
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -119,9 +119,10 @@ class Search:
         if broken:
             return f"the start breaks a demand: {broken[0]}"
         order = self.start.order
-        if order is not None and waiting_ops(problem, order) is not None:
-            return "the order of the start can never finish: two ops wait for each other"
-        return ""
+        if order is None:
+            return ""
+        fault = order_fault(problem, problem.task_devices(self.start), order)
+        return f"of the start: {fault.rstrip('.')}" if fault else ""
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

@@ -1,0 +1,78 @@
+"""How long the user's own step takes, as PyTorch runs it eagerly, to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from devplace.auto.timing import WARM_UP_S, Timing, median_ns, time_steps
+from devplace.graph import OpGraph
+from devplace.graph.capture.batch import as_call, open_dataclasses
+from devplace.graph.capture.refuse import unwrap
+from devplace.run.own_step import own_loop
+from devplace.units import format_time
+
+SECONDS = 0.5
+"""How long it is timed at a time, about."""
+
+
+@dataclass(frozen=True)
+class Ordinary:
+    """The user's own step, timed in this process.
+
+    Attributes:
+        timing: Time of a step; None if it was not timed.
+        reason: Why not.
+    """
+
+    timing: Timing | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.timing is None:
+            return f"the ordinary step was not timed: {self.reason}"
+        how = f"{torch.get_num_threads()} threads" if self.timing.mode == "cpu" else "one GPU"
+        return (
+            f"the ordinary step takes {format_time(self.timing.step_ns)} (PyTorch eagerly, {how})"
+        )
+
+
+def time_ordinary(
+    graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> Ordinary:
+    """Time forward, backward and `optimizer.step` as PyTorch runs them, on the whole batch and on
+    copies of all values; nothing of the user's is changed.
+
+    Args:
+        graph: The captured step; tells the loss function, clipping, autocast and device.
+        model, optimizer, inputs, kwargs: Where they lie the step is run.
+    """
+    kind = graph.program.device
+    elsewhere = _not_on(kind, model, inputs, kwargs)
+    if elsewhere:
+        return Ordinary(reason=elsewhere)
+    is_cuda = kind == "cuda"
+    wait: Callable[[], Any] = torch.cuda.synchronize if is_cuda else lambda: None
+    try:
+        with own_loop(graph, model, optimizer, inputs, kwargs) as step:
+            rounds = time_steps(step, wait, SECONDS, WARM_UP_S if is_cuda else 0.0)
+    except Exception as error:  # whatever the user's code raises
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Ordinary(reason=f"it failed: {type(error).__name__}: {first}")
+    return Ordinary(Timing(median_ns(rounds), rounds, {}, kind))
+
+
+def _not_on(kind: str, model: Any, inputs: Any, kwargs: Any) -> str:
+    """Why the step cannot be run where the model lies; empty if it can."""
+    model = unwrap(model)
+    leaves = pytree.tree_leaves(open_dataclasses(as_call(inputs, kwargs)))
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    other = next((t.device.type for t in tensors if t.device.type != kind), None)
+    if other == "meta":
+        return "the model or the batch has no values"
+    return f"it is planned for {kind!r}, and tensors of it lie on {other!r}" if other else ""
