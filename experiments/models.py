@@ -12,9 +12,9 @@ transformers, torchvision and timm are used where they are installed.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
@@ -66,9 +66,11 @@ def run_one(name: str) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    make = cases()[name]
     torch.manual_seed(SEED)
-    case = cases()[name]()
-    eager = copy.deepcopy(case.model)
+    case = make()
+    torch.manual_seed(SEED)
+    eager = make().model  # made again, because not every model can be copied
     losses = []
     try:
         optimizer = _adamw(eager)
@@ -80,6 +82,8 @@ def run_one(name: str) -> dict[str, Any]:
             losses.append(float(loss))
     except Exception as error:  # not a model of ours: say so
         return {"status": "no eager run", "why": f"{type(error).__name__}: {error}"[:300]}
+    if not all(map(math.isfinite, losses)):
+        return {"status": "no eager run", "why": f"losses {losses}"}
     return _placed(case, eager, losses)
 
 

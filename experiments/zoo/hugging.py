@@ -122,8 +122,8 @@ def _make(name: str, kind: str, over: dict[str, Any]) -> Case:
             setattr(config, key, 0.0)
     model = without_dropout(model_kind(config).double()).train()
     batch = _batch(kind)
-    loss_fn = None if "labels" in batch or kind == "masked" else square
-    if name in _GROUPED:
+    loss_fn = None if "labels" in batch or name in _WITH_LOSS else square
+    if name in _FLOAT32:
         return Case(model.float(), batch, loss_fn, dtype=torch.float32)
     return Case(model, batch, loss_fn, draws=name in _DRAWS)
 
@@ -161,11 +161,17 @@ pixels: ViTMAEForPreTraining DetrForObjectDetection YolosForObjectDetection
 audio: Wav2Vec2ForSequenceClassification HubertForSequenceClassification
 audio: WavLMForSequenceClassification
 """
-_GROUPED = (
+_FLOAT32 = (
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
     *("GptOssForCausalLM", "PhimoeForCausalLM"),
+    *("XGLMForCausalLM", "CanineForSequenceClassification"),
+    "SwitchTransformersForConditionalGeneration",
 )
-"""Their experts are grouped products, which have no kernel in float64."""
+"""Grouped products of experts have no kernel in float64; XGLM and Canine make masks in float32,
+where the least float64 is -inf; the router of SwitchTransformers casts its layer to float32.
+"""
+_WITH_LOSS = ("ViTForMaskedImageModeling",)
+"""They have a loss without labels."""
 _DRAWS = ("ViTMAEForPreTraining",)
 """They draw what is masked."""
 _SWIN = {
@@ -186,6 +192,7 @@ _OVER: dict[str, dict[str, Any]] = {
     "Swinv2ForImageClassification": _SWIN,
     "ConvNextForImageClassification": {
         "patch_size": 4,
+        "num_hidden_layers": None,
         "hidden_sizes": [8, 8, 16, 16],
         "depths": [1, 1, 1, 1],
     },
@@ -218,11 +225,19 @@ _OVER: dict[str, dict[str, Any]] = {
         "num_attention_heads": [1, 1, 2, 2],
         "patch_sizes": [7, 3, 3, 3],
     },
+    "LevitForImageClassification": {
+        "patch_size": 16,
+        "hidden_sizes": [16, 16, 16],
+        "num_attention_heads": [2, 2, 2],
+        "depths": [1, 1, 1],
+        "key_dim": [8, 8, 8],
+    },
     "CvtForImageClassification": {
+        "drop_path_rate": [0.0, 0.0, 0.0],
         "patch_sizes": [7, 3, 3],
         "embed_dim": [8, 16, 16],
         "num_heads": [1, 1, 2],
-        "depth": [1, 1, 1],
+        "depth": [1, 2, 3],
     },
     "HieraForImageClassification": {
         "embed_dim": 8,
@@ -265,12 +280,18 @@ _OVER: dict[str, dict[str, Any]] = {
         "max_encoder_position_embeddings": 64,
         "max_decoder_position_embeddings": 64,
     },
-    "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"], "lru_width": 32},
+    "RecurrentGemmaForCausalLM": {
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+        "use_cache": False,  # what a training step caches would leak into the next
+    },
     "SwitchTransformersForConditionalGeneration": {
         "num_sparse_encoder_layers": 1,
         "num_sparse_decoder_layers": 1,
     },
     "NystromformerForMaskedLM": {"num_landmarks": 4, "segment_means_seq_len": 8},
+    "CodeGenForCausalLM": {"n_positions": 64, "rotary_dim": 4},
+    "ViTForMaskedImageModeling": {"encoder_stride": 8},
     "ViTMAEForPreTraining": {
         "decoder_hidden_size": 32,
         "decoder_num_hidden_layers": 1,

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+from devplace.graph.capture.ctc import fake_of
 from devplace.graph.capture.strides import KernelStrides
 
 aten = torch.ops.aten
@@ -67,7 +68,13 @@ class Fakes:
             known = self._known(args[0])
             if known is not None:
                 return known
+        if func is aten._efficientzerotensor.default:  # rules of their own would take them to meta
+            func = aten.zeros.default
         kwargs = kwargs or {}
+        fake = fake_of(func)
+        if fake is not None:
+            with self.mode:
+                return fake(*args, **kwargs)
         try:
             made = self._dispatch(func, types, args, kwargs)
         except RuntimeError as error:

@@ -16,6 +16,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
 from devplace.graph.capture.batch import check_leaf, leaf_names, open_objects
 from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, joined
+from devplace.graph.capture.ctc import lengths_in_tensors
 from devplace.graph.capture.fakes import Fakes
 from devplace.graph.capture.guards.host import draws_on_host, host_watched
 from devplace.graph.capture.guards.state import Executed, Outliving, followed, left_alone
@@ -26,6 +27,7 @@ from devplace.graph.capture.loss import (
     refuse_learned_weight,
     refuse_lost_gradients,
 )
+from devplace.graph.capture.moved import modules_stay
 from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.reads import Reads, Variable
 from devplace.graph.capture.request import Input, Output, Request, source_name
@@ -522,8 +524,13 @@ class Step:
 
 @contextlib.contextmanager
 def _written(given: Given) -> Iterator[None]:
-    """Assignments inside are writes that a trace sees."""
-    with data_written(given["parameter"] | given["buffer"]), masks_written():
+    """Assignments inside are writes that a trace sees; modules and CTC losses are as it can take."""
+    with (
+        data_written(given["parameter"] | given["buffer"]),
+        masks_written(),
+        modules_stay(given["parameter"]),
+        lengths_in_tensors(),
+    ):
         yield
 
 
