@@ -1,7 +1,7 @@
 """CTC loss in a step: what it keeps for its derivative has a size that no value decides.
 
 PyTorch's kernel keeps a table (batch, time, 2 * longest target + 1). With lengths in a tensor, no
-trace knows the longest; the ops here keep a table that is wide enough for any of that batch's shape.
+trace knows the longest; the ops here keep a table wide enough for any targets of the same shape.
 """
 
 from __future__ import annotations
@@ -87,8 +87,12 @@ def lengths_in_tensors() -> Iterator[None]:
     original: Any = torch.ctc_loss
 
     def loss(
-        log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any,
-        *rest: Any, **named: Any,
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        *rest: Any,
+        **named: Any,
     ) -> torch.Tensor:
         lengths = (
             each if isinstance(each, torch.Tensor) else torch.tensor(each, device=log_probs.device)

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 CallOf = Callable[[torch.Tensor], tuple[Any, Sequence[Any]] | None]
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH_ITSELF = os.path.join(_TORCH, "__init__.py")
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 # Where these read a truth value, they only check arguments: an error in eager mode, else nothing.
 _CHECKS = ("distribution.py", "constraints.py", "continuous_bernoulli.py", "geometric.py")
@@ -89,7 +90,7 @@ class Fakes:
         """A truth value that does not depend on what is computed."""
         if tensor.dtype is not torch.bool:
             return None
-        return True if _is_check_of_distribution() else self._comparison(tensor)
+        return True if _is_check() else self._comparison(tensor)
 
     def _comparison(self, tensor: Any) -> bool | None:
         """That of a random number in [0, 1) with a limit outside: a layer dropped at rate 0."""
@@ -162,13 +163,15 @@ class Fakes:
         return pytree.tree_map(fake, made)
 
 
-def _is_check_of_distribution() -> bool:
-    """Whether the caller is a check of arguments in torch.distributions."""
+def _is_check() -> bool:
+    """Whether the caller is a check of arguments: `torch._check...`, or one of distributions."""
     frame = sys._getframe(1)
     while frame is not None:
-        filename = frame.f_code.co_filename
+        filename, name = frame.f_code.co_filename, frame.f_code.co_name
         if filename.startswith(_DISTRIBUTIONS):
             return os.path.basename(filename) in _CHECKS
+        if filename == _TORCH_ITSELF and name.startswith("_check"):
+            return True
         if not filename.startswith((_TORCH, _PACKAGE, "<")):
             return False
         frame = frame.f_back  # type: ignore[assignment]

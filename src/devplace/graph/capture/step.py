@@ -524,7 +524,7 @@ class Step:
 
 @contextlib.contextmanager
 def _written(given: Given) -> Iterator[None]:
-    """Assignments inside are writes that a trace sees; modules and CTC losses are as it can take."""
+    """Inside, assignments are writes, casts and CTC losses such that a trace can follow them."""
     with (
         data_written(given["parameter"] | given["buffer"]),
         masks_written(),
