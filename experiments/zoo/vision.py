@@ -24,6 +24,15 @@ _TIMM = (
     *("poolformer_s12", "efficientformer_l1", "ghostnet_050", "tinynet_e", "lcnet_035"),
     *("mobilevit_xxs", "edgenext_xx_small", "xcit_nano_12_p16_224", "coat_lite_tiny", "pit_ti_224"),
     *("gmlp_ti16_224", "repvgg_a0", "fastvit_t8", "dla46_c", "hardcorenas_a"),
+    *("mambaout_femto", "hiera_tiny_224", "tiny_vit_5m_224", "convnextv2_atto", "efficientvit_b0"),
+    *(
+        "mobilenetv4_conv_small",
+        "starnet_s1",
+        "davit_tiny",
+        "inception_next_atto",
+        "swiftformer_xs",
+    ),
+    *("shvit_s1", "eva02_tiny_patch14_224", "visformer_tiny", "pvt_v2_b0", "resnest14d"),
 )
 
 
