@@ -136,6 +136,27 @@ def memory() -> Case:
     return Case(Memory().double(), (floats(2, 4, 8),), lambda m, x: m(x).square().mean())
 
 
+@case
+def encoder_with_mask() -> Case:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+
+    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m(x, mask=mask).square().mean()
+
+    return Case(nn.TransformerEncoder(layer, 2).double(), (floats(2, 5, 8),), loss)
+
+
+@case
+def vocoder() -> Case:
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        size, angle = m(x).chunk(2, -1)
+        waves = torch.polar(size.exp(), angle).transpose(1, 2)
+        return F.l1_loss(torch.istft(waves, 16, 8, window=torch.hann_window(16).double()), y)
+
+    return Case(mlp(6, 12, 18), (floats(2, 9, 6), floats(2, 64)), loss)
+
+
 # ---- weights
 
 
@@ -352,6 +373,15 @@ def mixture_density() -> Case:
         )
 
     return Case(mlp(8, 12, 12), (floats(6, 8), floats(6)), loss)
+
+
+@case
+def learned_variance() -> Case:
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean, variance = m(x).chunk(2, -1)
+        return F.gaussian_nll_loss(mean, y, variance.exp())
+
+    return Case(mlp(8, 12, 6), (floats(6, 8), floats(6, 3)), loss)
 
 
 @case

@@ -128,6 +128,43 @@ def test_torchs_own_checks_of_values() -> None:
     assert_as_eager(net(8, 5, 3), rows(), loss)
 
 
+def _likelihood(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.gaussian_nll_loss(m(x), y[:, None].double(), m(x).exp())
+
+
+def _sound(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    window = torch.hann_window(4).double()
+    waves = torch.stft(m(x), 4, 1, window=window, return_complex=True)
+    return waves.istft(4, 1, window=window).square().mean() + F.cross_entropy(m(x), y)
+
+
+@pytest.mark.parametrize("loss", [_likelihood, _sound])
+def test_losses_and_transforms_that_check_values(loss: Any) -> None:
+    """Variances that are not negative, windows that leave no gap."""
+    assert_as_eager(net(8, 5, 3), rows(), loss)
+
+
+def _layers(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    of = getattr(nn, f"Transformer{kind}Layer")(8, 2, 16, dropout=0.0, batch_first=True)
+    return getattr(nn, f"Transformer{kind}")(of, 2).double()
+
+
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masks_that_layers_of_transformers_look_at(kind: str, is_causal: bool) -> None:
+    """Whether a mask is causal is a hint which kernel to take; any mask is applied as given."""
+
+    def loss(m: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        made = m(x, mask=mask) if kind == "Encoder" else m(x, x.flip(1), tgt_mask=mask)
+        return made.square().mean() + made[..., 0].mean()
+
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).double()
+    batch = x, mask if is_causal else mask.t().contiguous()
+    assert_as_eager(_layers(kind), batch, loss)
+
+
 def test_shapes_are_still_checked_by_distributions() -> None:
     """Only values are unknown."""
 

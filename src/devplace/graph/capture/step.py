@@ -17,7 +17,7 @@ from devplace.graph.capture.assigned import data_written, masks_written, refuse_
 from devplace.graph.capture.batch import check_leaf, leaf_names, open_objects
 from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, joined
 from devplace.graph.capture.ctc import lengths_in_tensors
-from devplace.graph.capture.fakes import Fakes
+from devplace.graph.capture.fakes import Fakes, windows_trusted
 from devplace.graph.capture.guards.host import draws_on_host, host_watched
 from devplace.graph.capture.guards.state import Executed, Outliving, followed, left_alone
 from devplace.graph.capture.guards.twice import Recorder
@@ -530,6 +530,7 @@ def _written(given: Given) -> Iterator[None]:
         masks_written(),
         modules_stay(given["parameter"]),
         lengths_in_tensors(),
+        windows_trusted(),
     ):
         yield
 
