@@ -16,7 +16,6 @@ import torch.nn.functional as F
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("devplace::ctc_loss", mutates_args=())
 def _loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
@@ -30,7 +29,6 @@ def _loss(
     return loss, F.pad(table, (0, _width(targets) - table.shape[-1]))
 
 
-@torch.library.custom_op("devplace::ctc_loss_backward", mutates_args=())
 def _backward(
     grad: torch.Tensor,
     log_probs: torch.Tensor,
@@ -50,35 +48,33 @@ def _backward(
 
 def _width(targets: torch.Tensor) -> int:
     """Of the table; targets are (batch, longest), or one after the other."""
-    return 2 * targets.shape[-1] + 1
+    return 2 * int(targets.shape[-1]) + 1
 
 
-@_loss.register_fake
 def _fake_loss(log_probs: Any, targets: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     time, batch = log_probs.shape[:2]
     return log_probs.new_empty(batch), log_probs.new_empty(batch, time, _width(targets))
 
 
-@_backward.register_fake
 def _fake_backward(grad: Any, log_probs: Any, *rest: Any) -> torch.Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
-_FAKES: dict[Any, Callable[..., Any]] = {
+_made: Any = torch.library.custom_op("devplace::ctc_loss", _loss, mutates_args=())
+_made.register_fake(_fake_loss)
+_made = torch.library.custom_op("devplace::ctc_loss_backward", _backward, mutates_args=())
+_made.register_fake(_fake_backward)
+FAKES: Mapping[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: _fake_loss,
     aten._ctc_loss_backward.Tensor: _fake_backward,
     aten._use_cudnn_ctc_loss.Tensor: lambda *given: False,  # a trace is made without cuDNN
 }
+"""Op -> what gives its results without values, of the right sizes."""
 FIXED: Mapping[Any, Any] = {
     aten._ctc_loss.Tensor: torch.ops.devplace.ctc_loss.default,
     aten._ctc_loss_backward.Tensor: torch.ops.devplace.ctc_loss_backward.default,
 }
 """Op -> the one that is in a graph in its place."""
-
-
-def fake_of(func: Any) -> Callable[..., Any] | None:
-    """What gives a CTC op's results without values, of the right sizes; None for other ops."""
-    return _FAKES.get(func)
 
 
 @contextlib.contextmanager

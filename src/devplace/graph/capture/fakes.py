@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from devplace.graph.capture.ctc import fake_of
+from devplace.graph.capture.ctc import FAKES
 from devplace.graph.capture.strides import KernelStrides
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ class Fakes:
         if func is aten._efficientzerotensor.default:  # rules of their own would take them to meta
             func = aten.zeros.default
         kwargs = kwargs or {}
-        fake = fake_of(func)
+        fake = FAKES.get(func)
         if fake is not None:
             with self.mode:
                 return fake(*args, **kwargs)
