@@ -248,9 +248,9 @@ def main() -> None:
     rows = {}
     if options.again:
         kept = json.loads((RESULTS / "models.json").read_text())["rows"]
-        rows = {row["name"]: row for row in kept if row["status"] in RAN}
+        rows = {row["name"]: row for row in kept}
     for name in cases():
-        if not name.startswith(wanted) or name in rows:
+        if not name.startswith(wanted) or rows.get(name, {}).get("status") in RAN:
             continue
         rows[name] = child(name, options.seconds)
         print(name, rows[name]["status"], rows[name].get("why", ""), flush=True)
