@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from zoo import by_hand, checkpointed, hugging, vision
+from zoo import by_hand, checkpointed, hugging, pairs, techniques, vision
 from zoo.case import Case
 
 Make = Callable[[], Case]
@@ -17,10 +17,12 @@ Make = Callable[[], Case]
 
 def cases() -> dict[str, Make]:
     """Name (`library/model`) -> what makes the case."""
-    found: dict[str, Make] = {f"hand/{name}": make for name, make in by_hand.CASES.items()}
+    written = by_hand.CASES | techniques.CASES
+    found: dict[str, Make] = {f"hand/{name}": make for name, make in written.items()}
     found |= {f"checkpointed/{name}": make for name, make in checkpointed.CASES.items()}
     if find_spec("transformers"):
-        found |= {f"transformers/{name}": make for name, make in hugging.cases().items()}
+        from_transformers = hugging.cases() | pairs.cases()
+        found |= {f"transformers/{name}": make for name, make in from_transformers.items()}
     if find_spec("torchvision"):
         found |= {f"torchvision/{name}": make for name, make in vision.torchvision_cases().items()}
     if find_spec("timm"):

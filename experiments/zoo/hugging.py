@@ -76,22 +76,23 @@ def _config(kind: Any, over: dict[str, Any]) -> Any:
     return kind(**{name: v for name, v in {**small, **over}.items() if v is not None})
 
 
-def _tokens(rows: int = 2, length: int = 8) -> torch.Tensor:
+def tokens(rows: int = 2, length: int = 8) -> torch.Tensor:
+    """Text, without special tokens."""
     return ints(60, rows, length) + 3
 
 
 def _batch(kind: str) -> dict[str, torch.Tensor]:
     """A batch by the kind of model."""
     if kind == "lm":
-        tokens = _tokens()
-        return {"input_ids": tokens, "labels": tokens}
+        text = tokens()
+        return {"input_ids": text, "labels": text}
     if kind == "padded":
         mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-        return {"input_ids": _tokens(), "attention_mask": mask, "labels": ints(2, 2)}
+        return {"input_ids": tokens(), "attention_mask": mask, "labels": ints(2, 2)}
     if kind == "class":
-        return {"input_ids": _tokens(), "labels": ints(2, 2)}
+        return {"input_ids": tokens(), "labels": ints(2, 2)}
     if kind == "seq2seq":
-        return {"input_ids": _tokens(), "labels": _tokens(2, 6)}
+        return {"input_ids": tokens(), "labels": tokens(2, 6)}
     if kind == "image":
         return {"pixel_values": torch.randn(2, 3, 32, 32).double(), "labels": ints(2, 2)}
     if kind == "pixels":
@@ -103,7 +104,7 @@ def _batch(kind: str) -> dict[str, torch.Tensor]:
     if kind == "audio":
         return {"input_values": torch.randn(2, 1600).double(), "labels": ints(2, 2)}
     if kind == "text":
-        return {"input_ids": _tokens()}
+        return {"input_ids": tokens()}
     raise ValueError(kind)
 
 
@@ -122,8 +123,8 @@ def _make(name: str, kind: str, over: dict[str, Any]) -> Case:
             setattr(config, key, 0.0)
     model = without_dropout(model_kind(config).double()).train()
     batch = _batch(kind)
-    loss_fn = None if "labels" in batch or kind == "masked" else square
-    if name in _GROUPED:
+    loss_fn = None if "labels" in batch or name in _WITH_LOSS else square
+    if name in _FLOAT32:
         return Case(model.float(), batch, loss_fn, dtype=torch.float32)
     return Case(model, batch, loss_fn, draws=name in _DRAWS)
 
@@ -160,12 +161,29 @@ masked: BeitForMaskedImageModeling ViTForMaskedImageModeling
 pixels: ViTMAEForPreTraining DetrForObjectDetection YolosForObjectDetection
 audio: Wav2Vec2ForSequenceClassification HubertForSequenceClassification
 audio: WavLMForSequenceClassification
+lm: Gemma3ForCausalLM Glm4ForCausalLM Ernie4_5ForCausalLM Lfm2ForCausalLM Exaone4ForCausalLM
+lm: ModernBertDecoderForCausalLM RwkvForCausalLM DiffLlamaForCausalLM GPTBigCodeForCausalLM
+lm: Qwen3NextForCausalLM DeepseekV3ForCausalLM JambaForCausalLM BambaForCausalLM
+lm: Zamba2ForCausalLM MiniMaxForCausalLM GraniteMoeForCausalLM NemotronHForCausalLM
+padded: BigBirdForSequenceClassification PerceiverForSequenceClassification
+padded: YosoForSequenceClassification LukeForSequenceClassification
+seq2seq: UMT5ForConditionalGeneration BigBirdPegasusForConditionalGeneration
+image: FocalNetForImageClassification SwiftFormerForImageClassification
+pixels: DINOv3ViTModel DPTForDepthEstimation GLPNForDepthEstimation Swin2SRForImageSuperResolution
+audio: SEWDForSequenceClassification Wav2Vec2ConformerForSequenceClassification
 """
-_GROUPED = (
+_FLOAT32 = (
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
     *("GptOssForCausalLM", "PhimoeForCausalLM"),
+    *("XGLMForCausalLM", "CanineForSequenceClassification"),
+    *("SwitchTransformersForConditionalGeneration", "Qwen3NextForCausalLM"),
+    *("MiniMaxForCausalLM", "GraniteMoeForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM"),
 )
-"""Their experts are grouped products, which have no kernel in float64."""
+"""Grouped products of experts have no kernel in float64; XGLM and Canine make masks in float32,
+where the least float64 is -inf; the router of SwitchTransformers casts its layer to float32.
+"""
+_WITH_LOSS = ("ViTForMaskedImageModeling",)
+"""They have a loss without labels."""
 _DRAWS = ("ViTMAEForPreTraining",)
 """They draw what is masked."""
 _SWIN = {
@@ -186,6 +204,7 @@ _OVER: dict[str, dict[str, Any]] = {
     "Swinv2ForImageClassification": _SWIN,
     "ConvNextForImageClassification": {
         "patch_size": 4,
+        "num_hidden_layers": None,
         "hidden_sizes": [8, 8, 16, 16],
         "depths": [1, 1, 1, 1],
     },
@@ -218,11 +237,19 @@ _OVER: dict[str, dict[str, Any]] = {
         "num_attention_heads": [1, 1, 2, 2],
         "patch_sizes": [7, 3, 3, 3],
     },
+    "LevitForImageClassification": {
+        "patch_size": 16,
+        "hidden_sizes": [16, 16, 16],
+        "num_attention_heads": [2, 2, 2],
+        "depths": [1, 1, 1],
+        "key_dim": [8, 8, 8],
+    },
     "CvtForImageClassification": {
+        "drop_path_rate": [0.0, 0.0, 0.0],
         "patch_sizes": [7, 3, 3],
         "embed_dim": [8, 16, 16],
         "num_heads": [1, 1, 2],
-        "depth": [1, 1, 1],
+        "depth": [1, 2, 3],
     },
     "HieraForImageClassification": {
         "embed_dim": 8,
@@ -250,6 +277,7 @@ _OVER: dict[str, dict[str, Any]] = {
             "num_conv_pos_embeddings": 16,
             "num_conv_pos_embedding_groups": 2,
             "apply_spec_augment": False,
+            "mask_time_prob": 0.0,
             "classifier_proj_size": 8,
             "hidden_size": 32,
         }
@@ -257,6 +285,8 @@ _OVER: dict[str, dict[str, Any]] = {
             "Wav2Vec2ForSequenceClassification",
             "HubertForSequenceClassification",
             "WavLMForSequenceClassification",
+            "Wav2Vec2ConformerForSequenceClassification",
+            "SEWDForSequenceClassification",
         )
     },
     "FunnelForSequenceClassification": {"block_sizes": [1, 1], "d_inner": 48, "d_head": 8},
@@ -265,12 +295,18 @@ _OVER: dict[str, dict[str, Any]] = {
         "max_encoder_position_embeddings": 64,
         "max_decoder_position_embeddings": 64,
     },
-    "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"], "lru_width": 32},
+    "RecurrentGemmaForCausalLM": {
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+        "use_cache": False,  # what a training step caches would leak into the next
+    },
     "SwitchTransformersForConditionalGeneration": {
         "num_sparse_encoder_layers": 1,
         "num_sparse_decoder_layers": 1,
     },
     "NystromformerForMaskedLM": {"num_landmarks": 4, "segment_means_seq_len": 8},
+    "CodeGenForCausalLM": {"n_positions": 64, "rotary_dim": 4},
+    "ViTForMaskedImageModeling": {"encoder_stride": 8},
     "ViTMAEForPreTraining": {
         "decoder_hidden_size": 32,
         "decoder_num_hidden_layers": 1,
@@ -279,6 +315,99 @@ _OVER: dict[str, dict[str, Any]] = {
     },
     "EsmForMaskedLM": {"position_embedding_type": "rotary", "mask_token_id": 3},
     "BeitForMaskedImageModeling": {"vocab_size": 67, "use_mask_token": True},
+    "Qwen3NextForCausalLM": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 2,
+    },
+    "JambaForCausalLM": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "use_mamba_kernels": False,
+        "mamba_dt_rank": 4,
+    },
+    "BambaForCausalLM": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+        "attn_layer_indices": [1],
+    },
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_headdim": 8,
+        "chunk_size": 4,
+        "num_mem_blocks": 1,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "MiniMaxForCausalLM": {"block_size": 4},
+    "NemotronHForCausalLM": {
+        "num_hidden_layers": None,
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+        "chunk_size": 4,
+        "ssm_state_size": 8,
+    },
+    # What is set in the first step of a short text alone: block-sparse attention is replaced.
+    "BigBirdForSequenceClassification": {"attention_type": "original_full"},
+    "BigBirdPegasusForConditionalGeneration": {"attention_type": "original_full"},
+    "PerceiverForSequenceClassification": {
+        "num_latents": 4,
+        "d_latents": 16,
+        "num_self_attends_per_block": 1,
+        "num_cross_attention_heads": 2,
+        "num_self_attention_heads": 2,
+    },
+    "FocalNetForImageClassification": {
+        "embed_dim": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "focal_levels": [2, 2],
+        "focal_windows": [3, 3],
+        "patch_size": 4,
+        "num_layers": None,
+    },
+    "SwiftFormerForImageClassification": {"embed_dims": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "DPTForDepthEstimation": {
+        "num_hidden_layers": 4,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "neck_hidden_sizes": [8, 8, 8, 8],
+        "fusion_hidden_size": 8,
+    },
+    "GLPNForDepthEstimation": {
+        "hidden_sizes": [8, 8, 16, 16],
+        "depths": [1, 1, 1, 1],
+        "num_attention_heads": [1, 1, 2, 2],
+        "decoder_hidden_size": 8,
+    },
+    "Swin2SRForImageSuperResolution": {
+        **_SWIN,
+        "patch_size": 1,
+        "embed_dim": 16,
+        "num_heads": [2, 2],
+        "num_hidden_layers": None,
+    },
 }
 
 

@@ -24,6 +24,15 @@ _TIMM = (
     *("poolformer_s12", "efficientformer_l1", "ghostnet_050", "tinynet_e", "lcnet_035"),
     *("mobilevit_xxs", "edgenext_xx_small", "xcit_nano_12_p16_224", "coat_lite_tiny", "pit_ti_224"),
     *("gmlp_ti16_224", "repvgg_a0", "fastvit_t8", "dla46_c", "hardcorenas_a"),
+    *("mambaout_femto", "hiera_tiny_224", "tiny_vit_5m_224", "convnextv2_atto", "efficientvit_b0"),
+    *(
+        "mobilenetv4_conv_small",
+        "starnet_s1",
+        "davit_tiny",
+        "inception_next_atto",
+        "swiftformer_xs",
+    ),
+    *("shvit_s1", "eva02_tiny_patch14_224", "visformer_tiny", "pvt_v2_b0", "resnest14d"),
 )
 
 
@@ -65,11 +74,13 @@ def _torchvision(name: str) -> Case:
     if name == "vit_b_16":
         model = models.VisionTransformer(32, 8, 2, 4, 32, 48, num_classes=5)
     elif name == "maxvit_t":
-        model = models.MaxVit((64, 64), 8, [8, 8], [1, 1], 8, 0.0, partition_size=4, num_classes=5)
+        model = models.MaxVit((64, 64), 8, 4, [8, 8], [1, 1], 8, 0.0, num_classes=5)
     else:
         if name == "googlenet":
             options = {"aux_logits": False, "init_weights": False}
         model = getattr(models, name)(num_classes=5, **options)
+    if name == "vgg11_bn":  # its head alone has 120 million parameters
+        model.classifier = nn.Linear(25088, 5)
     return Case(
         without_dropout(model.double()).train(), (floats(2, 3, size, size), ints(5, 2)), _classify
     )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.graph.placed_steps import assert_as_eager, planned
 from torch import distributions, nn
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import devplace as dp
 
@@ -63,8 +63,32 @@ def _jacobian(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return vmap(jacrev(lambda one: m(one)))(x).square().mean()
 
 
+def _hessian(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return vmap(hessian(lambda one: m(one).sum()))(x).square().mean()
+
+
+def _laplacian(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def one(a: torch.Tensor) -> torch.Tensor:
+        slope = grad(lambda b: m(b).square().sum())
+        axes = torch.eye(8, dtype=a.dtype)
+        return torch.stack([jvp(slope, (a,), (axis,))[1] @ axis for axis in axes]).sum()
+
+    return vmap(one)(x).square().mean()
+
+
+def _volume(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    slopes = vmap(jacfwd(jacfwd(lambda one: m(one)[:1])))(x)
+    return torch.linalg.slogdet(slopes[:, 0] + torch.eye(8).double())[1].mean()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own rules for jvp
-@pytest.mark.parametrize("loss", [_adapted, _per_sample, _ensemble, _forward_mode, _jacobian])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(_adapted, _per_sample, _ensemble, _forward_mode, _jacobian),
+        *(_hessian, _laplacian, _volume),
+    ],
+)
 def test_transforms_over_functional_call(loss: Any) -> None:
     """The wrapped parameters that a transform puts into a module are no state of it."""
     assert_as_eager(net(8, 5, 3), rows(), loss)
@@ -90,6 +114,55 @@ def _density(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_distributions_that_check_their_arguments() -> None:
     """A check raises an error in eager mode or does nothing."""
     assert_as_eager(net(8, 5, 3), rows(), _density)
+
+
+def test_torchs_own_checks_of_values() -> None:
+    """`torch._check` and its like, as libraries call them: no number decides anything else."""
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all((y >= 0) & (y < 3))
+        torch._check_tensor_all_with(ValueError, x.isfinite(), lambda: "not finite")
+        torch._check(len(x) == len(y), lambda: "rows")
+        return F.cross_entropy(m(x), y)
+
+    assert_as_eager(net(8, 5, 3), rows(), loss)
+
+
+def _likelihood(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.gaussian_nll_loss(m(x), y[:, None].double(), m(x).exp())
+
+
+def _sound(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    window = torch.hann_window(4).double()
+    waves = torch.stft(m(x), 4, 1, window=window, return_complex=True)
+    return waves.istft(4, 1, window=window).square().mean() + F.cross_entropy(m(x), y)
+
+
+@pytest.mark.parametrize("loss", [_likelihood, _sound])
+def test_losses_and_transforms_that_check_values(loss: Any) -> None:
+    """Variances that are not negative, windows that leave no gap."""
+    assert_as_eager(net(8, 5, 3), rows(), loss)
+
+
+def _layers(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    of = getattr(nn, f"Transformer{kind}Layer")(8, 2, 16, dropout=0.0, batch_first=True)
+    return getattr(nn, f"Transformer{kind}")(of, 2).double()
+
+
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masks_that_layers_of_transformers_look_at(kind: str, is_causal: bool) -> None:
+    """Whether a mask is causal is a hint which kernel to take; any mask is applied as given."""
+
+    def loss(m: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        made = m(x, mask=mask) if kind == "Encoder" else m(x, x.flip(1), tgt_mask=mask)
+        return made.square().mean() + made[..., 0].mean()
+
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).double()
+    batch = x, mask if is_causal else mask.t().contiguous()
+    assert_as_eager(_layers(kind), batch, loss)
 
 
 def test_shapes_are_still_checked_by_distributions() -> None:

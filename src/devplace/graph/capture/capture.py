@@ -198,7 +198,7 @@ def _refuse_difference(step: Step) -> None:
         f"What a step computes must not depend on values that it changes: {variable.name} goes "
         f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "
         f"the first{where}. Keep it in a buffer (register_buffer) that is there from the start, or "
-        f"pass it as an input tensor."
+        f"pass it as an input tensor; if only a first step changes it, run one before the capture."
     )
 
 

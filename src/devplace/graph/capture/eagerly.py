@@ -42,6 +42,8 @@ def eager_error(step: Step) -> Exception | SystemExit | None:
         finally:
             with torch.no_grad():
                 for tensor, value in kept:
+                    if tensor.dtype != value.dtype:  # its module was cast
+                        tensor.data = value
                     if not torch.equal(tensor, value):  # norms write without counting it
                         tensor.copy_(value)
     return None

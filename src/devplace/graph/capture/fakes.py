@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from devplace.graph.capture.ctc import FAKES
 from devplace.graph.capture.strides import KernelStrides
 
 aten = torch.ops.aten
@@ -21,6 +23,12 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 # Where these read a truth value, they only check arguments: an error in eager mode, else nothing.
+_ANSWERS = {
+    (os.path.join(_TORCH, "__init__.py"), "_check_tensor_all_with"): True,
+    (os.path.join(_TORCH, "nn", "functional.py"), "gaussian_nll_loss"): False,
+    # A hint which kernel to take; without it the mask that is given is applied.
+    (os.path.join(_TORCH, "nn", "modules", "transformer.py"), "_detect_is_causal_mask"): False,
+}
 _CHECKS = ("distribution.py", "constraints.py", "continuous_bernoulli.py", "geometric.py")
 _MOST_BYTES = 1 << 30  # of the inputs of a real kernel that is tried
 _UNIFORM = (aten.rand.default, aten.rand_like.default)  # at least 0, below 1
@@ -67,7 +75,13 @@ class Fakes:
             known = self._known(args[0])
             if known is not None:
                 return known
+        if func is aten._efficientzerotensor.default:  # rules of their own would take them to meta
+            func = aten.zeros.default
         kwargs = kwargs or {}
+        fake = FAKES.get(func)
+        if fake is not None:
+            with self.mode:
+                return fake(*args, **kwargs)
         try:
             made = self._dispatch(func, types, args, kwargs)
         except RuntimeError as error:
@@ -82,7 +96,8 @@ class Fakes:
         """A truth value that does not depend on what is computed."""
         if tensor.dtype is not torch.bool:
             return None
-        return True if _is_check_of_distribution() else self._comparison(tensor)
+        answer = _answer()
+        return self._comparison(tensor) if answer is None else answer
 
     def _comparison(self, tensor: Any) -> bool | None:
         """That of a random number in [0, 1) with a limit outside: a layer dropped at rate 0."""
@@ -155,14 +170,43 @@ class Fakes:
         return pytree.tree_map(fake, made)
 
 
-def _is_check_of_distribution() -> bool:
-    """Whether the caller is a check of arguments in torch.distributions."""
+def _answer() -> bool | None:
+    """What torch's own code that reads a truth value goes on with; None if it may be either."""
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
+        answer = _ANSWERS.get((filename, frame.f_code.co_name))
+        if answer is not None:
+            return answer
         if filename.startswith(_DISTRIBUTIONS):
-            return os.path.basename(filename) in _CHECKS
+            return True if os.path.basename(filename) in _CHECKS else None
         if not filename.startswith((_TORCH, _PACKAGE, "<")):
-            return False
+            return None
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return None
+
+
+class _Unequal(TorchDispatchMode):  # type: ignore[misc]
+    """Inside, no two tensors are equal."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if func is aten.equal.default else func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def windows_trusted() -> Iterator[None]:
+    """Let `torch.istft` not look whether its windows leave a gap: an error, or nothing."""
+    holder: Any = torch
+    original = holder.istft
+
+    def istft(*args: Any, **kwargs: Any) -> Any:
+        with _Unequal():
+            return original(*args, **kwargs)
+
+    holder.istft = istft
+    try:
+        yield
+    finally:
+        holder.istft = original

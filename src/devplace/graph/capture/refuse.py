@@ -173,8 +173,6 @@ def _value_read(where: str, owner: Any) -> str:
 
 def _fixed_shape(op: str) -> str:
     """What to use instead of an op whose output has no fixed size."""
-    if "ctc_loss" in op:
-        return "torch's CTC loss has no other form: write it with masks over padded targets."
     if "pack_padded_sequence" in op:
         return "Run the RNN on the padded sequences, and mask what it gives."
     return "Use masks or torch.where instead of boolean indexing or nonzero."

@@ -16,7 +16,8 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.assigned import data_written, masks_written, refuse_other_buffers
 from devplace.graph.capture.batch import check_leaf, leaf_names, open_objects
 from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, joined
-from devplace.graph.capture.fakes import Fakes
+from devplace.graph.capture.ctc import lengths_in_tensors
+from devplace.graph.capture.fakes import Fakes, windows_trusted
 from devplace.graph.capture.guards.host import draws_on_host, host_watched
 from devplace.graph.capture.guards.state import Executed, Outliving, followed, left_alone
 from devplace.graph.capture.guards.twice import Recorder
@@ -26,6 +27,7 @@ from devplace.graph.capture.loss import (
     refuse_learned_weight,
     refuse_lost_gradients,
 )
+from devplace.graph.capture.moved import modules_stay
 from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.reads import Reads, Variable
 from devplace.graph.capture.request import Input, Output, Request, source_name
@@ -522,8 +524,14 @@ class Step:
 
 @contextlib.contextmanager
 def _written(given: Given) -> Iterator[None]:
-    """Assignments inside are writes that a trace sees."""
-    with data_written(given["parameter"] | given["buffer"]), masks_written():
+    """Inside, assignments are writes, casts and CTC losses such that a trace can follow them."""
+    with (
+        data_written(given["parameter"] | given["buffer"]),
+        masks_written(),
+        modules_stay(given["parameter"]),
+        lengths_in_tensors(),
+        windows_trusted(),
+    ):
         yield
 
 

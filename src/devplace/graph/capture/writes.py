@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch._guards import detect_fake_mode
 
 from devplace.errors import CaptureError
+from devplace.graph.capture.ctc import FIXED
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -26,8 +27,9 @@ def write_node(
     """Make a node of a trace by others, if it is one of these; else None.
 
     `x.random_(low, high)` becomes `x.random_(high - low).add_(low)`: an argument called `from` is
-    no Python. A custom operator that writes arguments becomes one that gives their new values, and
-    copies of these.
+    no Python. Zeros that torch knows as such become plain ones, a CTC loss one of a fixed size. A
+    custom operator that writes arguments becomes one that gives their new values, and copies of
+    these.
 
     Args:
         create: Makes a node, as `torch.fx.Tracer.create_node`.
@@ -39,6 +41,10 @@ def write_node(
     """
     if kind != "call_function":
         return None
+    if target in FIXED:
+        return create(kind, FIXED[target], args, kwargs)
+    if target is aten._efficientzerotensor.default:
+        return create(kind, aten.zeros.default, args, kwargs)
     if target is getattr(aten.random_, "from"):
         return _random(create, *args, **kwargs)
     if isinstance(target, torch._ops.OpOverload) and _is_custom(target):
