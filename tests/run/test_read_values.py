@@ -373,7 +373,7 @@ def test_plain_attributes_of_a_module_around_the_model_must_stay() -> None:
     around.epoch = 1
     step(*batch())
     around.alpha = 2.0
-    with pytest.raises(PlanMismatchError, match="alpha of self"):
+    with pytest.raises(PlanMismatchError, match="self.alpha"):
         step(*batch())
 
 

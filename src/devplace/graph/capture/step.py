@@ -130,7 +130,7 @@ class Step:
             first = self._recorded(given)
         frames.note()
         try:
-            with frames.followed():
+            with frames.followed_again():
                 self._recorded(given, first)
             frames.refuse_lost(first.is_state)
         except Exception as error:

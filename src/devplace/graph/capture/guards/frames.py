@@ -69,6 +69,12 @@ class Frames:
         finally:
             sys.settrace(before)
 
+    def followed_again(self) -> contextlib.AbstractContextManager[None]:
+        """Follow those of the second run, if the first has left a question open."""
+        is_open = self._watched or not all(map(self._stays, self.reads.places))
+        is_open = is_open or not self.outliving.is_known(self._is_there)
+        return self.followed() if is_open else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Give back at the end what was there."""
@@ -185,6 +191,7 @@ class Frames:
             self._users.add(id(code))
             self._inner |= {id(c) for c in code.co_consts if isinstance(c, types.CodeType)}
         free = {name: values[name] for name in code.co_freevars if name in values}
+        free.pop("__class__", None)
         mark = (id(code), id(frame.f_globals), *map(id, free.values()))
         if mark not in self._entered:
             self._entered.add(mark)

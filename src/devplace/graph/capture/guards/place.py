@@ -26,6 +26,7 @@ class Place:
         above: Where the holder was found; if another object is there now, that one holds it.
         module: Name of the model's module that holds it, None if none does.
         outlives: Whether the holder is known to be there after the step.
+        names: The dict of the holder in which an attribute is, if it is in one.
     """
 
     name: str
@@ -36,12 +37,20 @@ class Place:
     above: Place | None = None
     module: str | None = None
     outlives: bool = True
+    names: Mapping[str, Any] | None = None
 
-    def part(
-        self, name: str, key: Any, value: Any, kind: str, module: str | None = None
+    def item(self, key: Any, value: Any) -> Place:
+        """An item of what is here."""
+        name = f"{self.name}[{key!r}]"
+        return Place(name, self.value, key, value, "item", self, outlives=self.outlives)
+
+    def attribute(
+        self, key: str, value: Any, names: Any = None, module: str | None = None
     ) -> Place:
-        """An attribute or item of what is here."""
-        return Place(name, self.value, key, value, kind, self, module, self.outlives)
+        """An attribute of what is here."""
+        name = f"{self.name if module is None else module}.{key}".removeprefix(".")
+        at = Place(name, self.value, key, value, "attribute", self, module, self.outlives)
+        return replace(at, names=names)
 
     @property
     def described(self) -> str:
@@ -56,10 +65,13 @@ class Place:
 
     def present(self) -> Any:
         """Its value now; `NOTHING` if it is gone."""
-        holder, above = self.holder, self.above
+        holder, above, names = self.holder, self.above, self.names
         if above is not None and above.holder is not None and above.kind != "argument":
             now = above.present()
-            holder = holder if now is above.value else now
+            if now is not above.value:
+                holder, names = now, None
+        if names is not None:
+            return names.get(self.key, NOTHING)
         if self.kind == "variable":
             return enclosed(holder)
         if self.kind == "argument":

@@ -174,8 +174,7 @@ class Reads:
                 self._attribute(at, key, names, word)
         for kind, key in uses:
             if kind == "item" and isinstance(value, Mapping):
-                name = f"{at.name}[{key!r}]"
-                self._take(at.part(name, key, looked_up(value, key), "item"), names, key)
+                self._take(at.item(key, looked_up(value, key)), names, key)
             elif kind in ("attribute", "maybe"):
                 self._attribute(at, key, names, key, kind == "maybe")
 
@@ -183,39 +182,41 @@ class Reads:
         self, at: Place, key: Any, names: Names, word: Any, may_lack: bool = False
     ) -> None:
         """Take up an attribute, unless it is computed: then its function is, when it is called."""
-        value, name = at.value, f"{at.name}.{key}"
+        value = at.value
         if isinstance(value, torch.nn.Module):
             if key not in _MODULE_OWN:
                 self._of_module(at, key, names, word, may_lack)
             return
+        is_field = isinstance(value, tuple) and key in getattr(type(value), "_fields", ())
+        if is_list_or_dict(value) or (isinstance(value, tuple) and not is_field):
+            return
         own = getattr(value, "__dict__", None)
         if type(own) is dict and key in own:
-            found = own[key]
-        else:
-            kind: Any = value if isinstance(value, type) else type(value)
-            found = inspect.getattr_static(kind, key, NOTHING)
-            if found is NOTHING:
-                found = _by_rule(value, key)
-                if found is NOTHING and not may_lack or not _is_simple(found):
-                    return
-            elif isinstance(value, tuple) or isinstance(found, types.MemberDescriptorType):
-                found = attribute_of(value, key)
-            elif hasattr(found, "__get__") or isinstance(value, _CONTAINERS):
-                self._meet_behind(found)
+            self._take(at.attribute(key, own[key], own), names, word)
+            return
+        kind: Any = value if isinstance(value, type) else type(value)
+        found = inspect.getattr_static(kind, key, NOTHING)
+        if found is NOTHING:
+            found = _by_rule(value, key)
+            if (found is NOTHING and not may_lack) or not _is_simple(found):
                 return
-        self._take(at.part(name, key, found, "attribute"), names, word)
+        elif is_field or isinstance(found, types.MemberDescriptorType):
+            found = attribute_of(value, key)
+        elif hasattr(found, "__get__"):
+            self._meet_behind(found)
+            return
+        self._take(at.attribute(key, found), names, word)
 
     def _of_module(self, at: Place, key: Any, names: Names, word: Any, may_lack: bool) -> None:
         module: Any = at.value
         found, path = attribute(module, key), self._inside.get(id(module))
-        is_own = any(key in held for held in own_names(module))
-        if not is_own and hasattr(found, "__get__"):
+        own = next((held for held in own_names(module) if key in held), None)
+        if own is None and hasattr(found, "__get__"):
             self._meet_behind(found)
         elif path is not None and isinstance(found, torch.nn.Module):
-            self._go(at.part(f"{at.name}.{key}", key, found, "attribute"), names, word)
+            self._go(at.attribute(key, found), names, word)
         elif found is not NOTHING or (may_lack and attribute_of(module, key) is NOTHING):
-            name = f"{path or at.name}.{key}" if path != "" else key
-            self._take(at.part(name, key, found, "attribute", path), names, word)
+            self._take(at.attribute(key, found, own, path), names, word)
 
     # ---- what is met
 

@@ -163,6 +163,10 @@ class Outliving:
             if (saved.word or key) not in _MODULE_OWN
         }
 
+    def is_known(self, stays: Callable[[Any], bool]) -> bool:
+        """Whether all that the first run has changed is known to be there after the step."""
+        return all(stays(self._saved[k].owner) for k, _ in self.first)
+
     def refuse_lost(
         self,
         executed: Executed,
@@ -203,7 +207,8 @@ class Outliving:
 def function_behind(found: Any) -> Any:
     """The function of a method, property or cache of a class; None if there is none."""
     for name in ("fget", "func", "__func__", "__wrapped__"):
-        found = getattr(found, name, found)
+        if not isinstance(found, types.FunctionType):
+            found = getattr(found, name, found)
     return found if isinstance(found, types.FunctionType) else None
 
 
