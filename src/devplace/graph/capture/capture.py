@@ -24,6 +24,7 @@ from devplace.graph.capture.cross_entropy import direct_cross_entropy
 from devplace.graph.capture.cutting import BatchDims, named_dims
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.guards.twice import DifferentError
+from devplace.graph.capture.guards.values import shown
 from devplace.graph.capture.layouts import own_memory
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
@@ -48,7 +49,6 @@ from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
-from devplace.graph.capture.guards.values import shown
 from devplace.graph.fusion import fuse as fuse_graph
 from devplace.graph.graph import BATCH_ON, OpGraph
 from devplace.graph.program import RANDOM_KEYS

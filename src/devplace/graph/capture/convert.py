@@ -20,6 +20,8 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
+from devplace.graph.capture.guards.place import Place
+from devplace.graph.capture.guards.values import ANYTHING, mapped
 from devplace.graph.capture.layouts import counted
 from devplace.graph.capture.refuse import own_generator
 from devplace.graph.capture.request import Input, Output, Request, source_name
@@ -27,8 +29,6 @@ from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.strides import unsure
 from devplace.graph.capture.tags import describe_place
-from devplace.graph.capture.guards.place import Place
-from devplace.graph.capture.guards.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program, may_be_indices
 

@@ -17,8 +17,8 @@ from devplace.graph.capture.assigned import data_written, masks_written, refuse_
 from devplace.graph.capture.batch import check_leaf, leaf_names, open_objects
 from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, joined
 from devplace.graph.capture.fakes import Fakes
-from devplace.graph.capture.guards.host import draws_on_host, host_watched
 from devplace.graph.capture.guards.frames import Frames, left_alone
+from devplace.graph.capture.guards.host import draws_on_host, host_watched
 from devplace.graph.capture.guards.twice import Recorder
 from devplace.graph.capture.loss import (
     Returned,

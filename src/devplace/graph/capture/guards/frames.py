@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.guards.names import Names, is_users, names_of, num_arguments, uses_of_names
+from devplace.graph.capture.guards.names import (
+    Names,
+    is_users,
+    names_of,
+    num_arguments,
+    uses_of_names,
+)
 from devplace.graph.capture.guards.place import Place, enclosed
 from devplace.graph.capture.guards.read import Reads
 from devplace.graph.capture.guards.values import differs, kept
@@ -81,10 +87,10 @@ class Frames:
         try:
             yield
         finally:
+            self.outliving.put_back()
             for place in self.reads.places:
                 if differs(place.present(), place.value):
                     place.put_back()
-            self.outliving.put_back()
 
     def note(self) -> None:
         """The first of two runs is over.
@@ -127,9 +133,7 @@ class Frames:
         return [
             self._reachable(place)
             for place in self.reads.places
-            if id(place) not in changed
-            and self._stays(place)
-            and not self._is_set_first(place)
+            if id(place) not in changed and self._stays(place) and not self._is_set_first(place)
         ]
 
     def _is_set_first(self, place: Place) -> bool:

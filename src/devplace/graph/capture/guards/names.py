@@ -107,7 +107,9 @@ def is_users(filename: str) -> bool:
 
 def num_arguments(code: types.CodeType) -> int:
     """How many of a function's first variables are arguments, with `*args` and `**kwargs`."""
-    further = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    further = bool(code.co_flags & inspect.CO_VARARGS) + bool(
+        code.co_flags & inspect.CO_VARKEYWORDS
+    )
     return code.co_argcount + code.co_kwonlyargcount + further
 
 
@@ -128,9 +130,7 @@ def _parts(step: dis.Instruction) -> list[_Op]:
     return [_Op(first, step.argval[0], ""), _Op(second, step.argval[1], "")]
 
 
-def _follow(
-    steps: list[_Op], found: dict[Any, set[Use]], aliases: list[tuple[Any, str]]
-) -> None:
+def _follow(steps: list[_Op], found: dict[Any, set[Use]], aliases: list[tuple[Any, str]]) -> None:
     """Note what is read of each name: `a.b["c"]` reads `b` of `a`, and `c` of `b`."""
     end = _Op("", None, "")
     steps = [*steps, end, end]
@@ -144,9 +144,9 @@ def _follow(
         elif step.opname not in _ATTRIBUTES:
             at += 1
             continue
-        for use, name, taken in _chain(steps, at, name):
-            found[use[0]].add(use[1])
-            at += taken
+        for holder, use, key, after in _chain(steps, at, name):
+            found[holder].add(use)
+            name, at = key, after
         step, after = steps[at], steps[at + 1]
         is_method = step.opname.startswith("CALL") and step.argval == 0  # `x.copy()`
         if name in _ASKED and not is_method:
@@ -163,13 +163,11 @@ def _follow(
             found[name].add(WHOLE)
 
 
-def _chain(
-    steps: list[_Op], at: int, name: Any
-) -> Iterator[tuple[tuple[Any, Use], Any, int]]:
+def _chain(steps: list[_Op], at: int, name: Any) -> Iterator[tuple[Any, Use, Any, int]]:
     """Attributes and items read one after another from a place on.
 
     Yields:
-        The name of a holder and how it is read; the name of what is read; its instructions.
+        Name of the holder, how it is read, name of what is read, and the place after that.
     """
     while True:
         step, after = steps[at], steps[at + 1]
@@ -182,8 +180,9 @@ def _chain(
             use, taken = Use("item", key), 2
         else:
             return
-        yield (name, use), key, taken
-        name, at = key, at + taken
+        at += taken
+        yield name, use, key, at
+        name = key
 
 
 def _is_key(step: _Op) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,29 +85,21 @@ class Place:
             return NOTHING
 
     def put_back(self) -> None:
-        """Give it its old value; a list, queue, set, dict or array stays the same object."""
+        """Give it its old value, once what containers held is there again."""
         now, value, holder = self.present(), self.value, self.holder
-        if type(now) is type(value) and isinstance(now, (list, deque)):
-            now.clear()
-            now.extend(kept(value))
-        elif type(now) is type(value) and isinstance(now, (dict, set)):
-            now.clear()
-            now.update(kept(value))
-        elif is_array(now) and is_array(value) and now.shape == value.shape != ():
+        if is_array(now) and is_array(value) and now.shape == value.shape != ():
             now[...] = value
         elif self.kind == "variable":
             holder.cell_contents = value
-        elif isinstance(holder, torch.nn.Module):
-            return  # what it holds is put back as a whole
-        elif self.kind == "attribute":
-            if value is NOTHING:
-                delattr(holder, self.key)
-            else:
+        elif self.kind == "attribute" and self.names is None:
+            if value is not NOTHING:
                 setattr(holder, self.key, value)
-        elif value is NOTHING:
-            holder.pop(self.key, None)
-        else:
-            holder[self.key] = value
+        elif self.kind != "argument":
+            names: Any = holder if self.names is None else self.names
+            if value is NOTHING:
+                names.pop(self.key, None)
+            else:
+                names[self.key] = value
 
 
 def own_names(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 
 from devplace.errors import CaptureError
-from devplace.graph.capture.guards.names import EVERY, UNKNOWN, WHOLE, WRITERS, Names, Use
-from devplace.graph.capture.guards.names import is_users, names_of
+from devplace.graph.capture.guards.names import (
+    EVERY,
+    UNKNOWN,
+    WHOLE,
+    WRITERS,
+    Names,
+    Use,
+    is_users,
+    names_of,
+)
 from devplace.graph.capture.guards.place import (
     Place,
     attribute,
@@ -30,9 +38,8 @@ from devplace.graph.capture.guards.values import (
     is_kept,
     is_list_or_dict,
     is_plain,
-    kept,
 )
-from devplace.graph.capture.guards.written import CACHE, Outliving, function_behind
+from devplace.graph.capture.guards.written import CACHE, Outliving
 from devplace.graph.capture.sources import Slots
 
 _MOST_PARTS = 1000
@@ -80,7 +87,6 @@ class Reads:
         for name, module in model.named_modules():
             self.stays.add(id(module))
             outliving.meet_module(name, module)
-            self._meet_module(name, module)
 
     def start_again(self) -> None:
         """The second run begins; what only that one reads is nothing of before the step."""
@@ -203,7 +209,7 @@ class Reads:
         elif is_field or isinstance(found, types.MemberDescriptorType):
             found = attribute_of(value, key)
         elif hasattr(found, "__get__"):
-            self._meet_behind(found)
+            self._meet_cached(found)
             return
         self._take(at.attribute(key, found), names, word)
 
@@ -212,7 +218,7 @@ class Reads:
         found, path = attribute(module, key), self._inside.get(id(module))
         own = next((held for held in own_names(module) if key in held), None)
         if own is None and hasattr(found, "__get__"):
-            self._meet_behind(found)
+            self._meet_cached(found)
         elif path is not None and isinstance(found, torch.nn.Module):
             self._go(at.attribute(key, found), names, word)
         elif found is not NOTHING or (may_lack and attribute_of(module, key) is NOTHING):
@@ -247,44 +253,30 @@ class Reads:
         """Functions in and behind a value."""
         if isinstance(value, types.FunctionType):
             self.functions.setdefault(value.__code__, []).append(value)
-            for cell in value.__closure__ or ():
-                if isinstance(enclosed(cell), (types.FunctionType, types.MethodType)):
-                    self.meet(enclosed(cell).__name__, enclosed(cell), stays)
+        elif isinstance(value, types.MethodType):
+            self.meet("self", value.__self__, stays)
+            self.meet(name, value.__func__, stays)
+        elif isinstance(value, CACHE):
+            self._without_call(value.__wrapped__)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args):
                 self.meet(name, part, stays)
             for key, part in value.keywords.items():
                 self._keep(Place(key, value.keywords, key, part, outlives=stays))
                 self.meet(key, part, stays)
-        elif isinstance(value, types.MethodType):
-            self.meet("self", value.__self__, stays)
-            self.meet(name, value.__func__, stays)
-        elif isinstance(value, CACHE):
-            self.meet(name, value.__wrapped__, stays)
-            self._without_call(value)
-        elif isinstance(value, type) and is_users_class(value):
-            for found in tuple(vars(value).values()):
-                self._meet_behind(found)
-        elif not isinstance(value, _LEFT):
-            self.meet(type(value).__name__, type(value), stays)
 
-    def _meet_behind(self, found: Any) -> None:
+    def _meet_cached(self, found: Any) -> None:
         if isinstance(found, CACHE):
             self.meet(found.__wrapped__.__name__, found, True)
-        function = function_behind(found)
-        if function is not None:
-            self.meet(function.__name__, function, True)
 
-    def _without_call(self, found: Any) -> None:
+    def _without_call(self, function: Any) -> None:
         """Take up what a function names that may not be called, as its results are cached."""
-        function = function_behind(found)
-        if function is None or not is_users(function.__code__.co_filename):
+        code = getattr(function, "__code__", None)
+        if code is None or not is_users(code.co_filename) or ("cached", id(code)) in self._seen:
             return
-        if ("cached", function) in self._seen:
-            return
-        self._seen.add(("cached", function))
-        names = names_of(function.__code__)
-        free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._seen.add(("cached", id(code)))
+        names = names_of(code)
+        free = zip(code.co_freevars, function.__closure__ or (), strict=True)
         self.variables(names, function.__globals__, {name: [cell] for name, cell in free})
         for name in names.variables:
             self._without_call(function.__globals__.get(name))
@@ -305,28 +297,14 @@ class Reads:
             if stays:
                 self.stays.add(id(module))
             self.modules[full] = module
-            self._meet_module(full, module)
             if self._slots is not None:
                 self._slots.take_in(module)
-
-    def _meet_module(self, name: str, module: torch.nn.Module) -> None:
-        """The functions of a module: of its class, and its hooks."""
-        self.meet(type(module).__name__, type(module), True)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            for hook in tuple(hooks.values()):
-                self.meet(name, hook, True)
 
 
 def is_package(value: Any) -> bool:
     """Whether a value is a module of Python that is not the user's."""
     is_module = isinstance(value, types.ModuleType)
     return is_module and not is_users(getattr(value, "__file__", None) or "")
-
-
-def is_users_class(kind: type) -> bool:
-    """Whether a class is defined in code of the user's."""
-    home = sys.modules.get(kind.__module__)
-    return is_users(getattr(home, "__file__", None) or "<>") and kind.__module__ != "builtins"
 
 
 def _is_read(value: Any, uses: frozenset[Use]) -> bool:
