@@ -69,6 +69,8 @@ class Frames:
     def followed(self) -> Iterator[None]:
         """Follow the functions that run inside."""
         before = sys.gettrace()
+        if self._watched:  # Python 3.12 asks for opcodes only if some frame did before
+            sys._getframe().f_trace_opcodes = True
         sys.settrace(self._call)
         try:
             yield
