@@ -15,6 +15,7 @@ import torch
 
 from devplace.errors import CaptureError
 from devplace.graph.capture.guards.names import (
+    UNKNOWN,
     Names,
     is_users,
     names_of,
@@ -181,14 +182,17 @@ class Frames:
             self._variables(frame, names, values)
         for name in code.co_varnames[: num_arguments(code)]:
             self.reads.argument(name, values.get(name), names)
-        if id(code) not in self._watched:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes, frame.f_trace_lines = id(code) in self._watched, False
         return self._step
 
     def _step(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
         if event == "opcode":
-            self._executed.setdefault(id(frame.f_code), {}).setdefault(frame.f_lasti)
+            self._executed.setdefault(id(code), {}).setdefault(frame.f_lasti)
+        elif event == "return" and frame.f_back is not None:
+            caller = self._names.get(id(frame.f_back.f_code))
+            if caller is not None:
+                self.reads.argument(code.co_name, argument, caller, UNKNOWN)
         return self._step
 
     def _variables(self, frame: types.FrameType, names: Names, values: Mapping[str, Any]) -> None:

@@ -119,8 +119,16 @@ class Reads:
             elif name in sys.modules:
                 self._go(Place(name, None, None, sys.modules[name]), names, name)
 
-    def argument(self, name: str, value: Any, names: Names) -> None:
-        """Take up what a function reads of an argument, or of a variable made in the step."""
+    def argument(self, name: str, value: Any, names: Names, word: str | None = None) -> None:
+        """Take up what a function reads of an argument, or of what another one gives it.
+
+        Args:
+            name: Of the argument, or of the other function.
+            value: What is given.
+            names: Of the function.
+            word: By which it reads the value, if that is not the name.
+        """
+        word = name if word is None else word
         if isinstance(value, _LEFT) or not (names.is_users or isinstance(value, torch.nn.Module)):
             return
         if isinstance(value, torch.nn.Module) and "_modules" not in vars(value):
@@ -128,10 +136,10 @@ class Reads:
         stays = id(value) in self.stays
         name_of = self._outliving.names.get(id(value), name)
         at = Place(name_of, value, None, value, "argument", outlives=stays)
-        uses = names.uses.get(name, _NONE)
+        uses = names.uses.get(word, _NONE)
         if not stays and (is_list_or_dict(value) or is_array(value)) and _is_read(value, uses):
             self._keep(at, names)
-        self._go(at, names, name)
+        self._go(at, names, word)
 
     def _take(self, place: Place, names: Names, word: Any) -> None:
         """Keep a value if it is read, and go on into it."""
@@ -197,6 +205,9 @@ class Reads:
         if is_list_or_dict(value) or (isinstance(value, tuple) and not is_field):
             return
         own = getattr(value, "__dict__", None)
+        if key == "__class__":
+            self._go(Place(type(value).__name__, None, None, type(value)), names, key)
+            return
         if type(own) is dict and key in own:
             self._take(at.attribute(key, own[key], own), names, word)
             return
