@@ -352,7 +352,36 @@ def decorated() -> Case:
     )
 
 
+def returned() -> Case:
+    """An object that a function gives back."""
+    options = SimpleNamespace(beta=1.0, epoch=0)
+
+    def given() -> Any:
+        return options
+
+    return (
+        lambda m, x, y: plain(m, x, y) * given().beta,
+        lambda: setattr(options, "epoch", 1),
+        lambda: setattr(options, "beta", 2.0),
+        "options.beta",
+    )
+
+
+def transformed() -> Case:
+    """A function under a transform of torch's."""
+    options = SimpleNamespace(beta=1.0, epoch=0)
+    scaled = torch.vmap(lambda row: row * options.beta)
+    return (
+        lambda m, x, y: scaled(m(x)).square().mean(),
+        lambda: setattr(options, "epoch", 1),
+        lambda: setattr(options, "beta", 2.0),
+        "options.beta",
+    )
+
+
 CASES = (
+    returned,
+    transformed,
     in_an_inner_function,
     in_a_list,
     decorated,
@@ -441,6 +470,18 @@ class Trained(nn.Module):
     def training_step(self, model: Any, x: Any, y: Any) -> Any:
         """Weighted."""
         return plain(model, x, y) * self.alpha
+
+
+def test_what_hooks_read_must_stay() -> None:
+    """They are functions of the step like others."""
+    options, model = SimpleNamespace(beta=1.0, epoch=0), nn.Linear(4, 3)
+    model.register_forward_hook(lambda module, args, output: output * options.beta)
+    step = made(plain, model)
+    options.epoch = 1
+    step(*batch())
+    options.beta = 2.0
+    with pytest.raises(PlanMismatchError, match=r"options\.beta"):
+        step(*batch())
 
 
 class Sized(nn.Module):

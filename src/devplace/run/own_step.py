@@ -19,7 +19,7 @@ from devplace.graph.capture.loss import loss_call
 from devplace.graph.capture.refuse import unwrap
 from devplace.graph.capture.several import as_one, each_of
 from devplace.graph.capture.sources import Slots, Sources, find_sources
-from devplace.graph.capture.surroundings import undisturbed
+from devplace.graph.capture.trace_context import undisturbed
 from devplace.graph.program import RANDOM_KEYS
 
 

@@ -47,8 +47,8 @@ from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Step
-from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
+from devplace.graph.capture.trace_context import trace_settings, undisturbed
 from devplace.graph.fusion import fuse as fuse_graph
 from devplace.graph.graph import BATCH_ON, OpGraph
 from devplace.graph.program import RANDOM_KEYS

@@ -37,8 +37,8 @@ _MODULE = torch.nn.Module.__call__.__code__.co_filename
 class Frames:
     """What the functions of a step read and may write, noted as they are called.
 
-    A step is run twice. What both runs have met is there after the step; in the second, code whose
-    order matters is followed instruction by instruction.
+    The step is run twice. What both runs meet outlives the step. In the second run, opcodes are
+    followed where it matters which of a function's reads and writes came first, or came at all.
 
     Attributes:
         reads: What functions read.
@@ -79,7 +79,7 @@ class Frames:
             sys.settrace(before)
 
     def followed_again(self) -> contextlib.AbstractContextManager[None]:
-        """Follow those of the second run, if the first has left a question open."""
+        """Follow the functions of the second run, if the first one left a question open."""
         is_open = self._watched or not all(map(self._stays, self.reads.places))
         is_open = is_open or not self.outliving.is_known(self._is_there)
         return self.followed() if is_open else contextlib.nullcontext()

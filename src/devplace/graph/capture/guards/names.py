@@ -68,7 +68,7 @@ def names_of(code: types.CodeType) -> Names:
     found: dict[Any, set[Use]] = defaultdict(set)
     is_stored: dict[str, bool] = {}  # by what comes first
     aliases: list[tuple[Any, str]] = []
-    steps = [each for step in dis.get_instructions(code) for each in _parts(step)]
+    steps = [part for step in dis.get_instructions(code) for part in _parts(step)]
     variables = {step.argval for step in steps if step.opname in _VARIABLES}
     for _, name, is_store in uses_of_names(code):
         is_stored.setdefault(name, is_store)
@@ -82,9 +82,9 @@ def names_of(code: types.CodeType) -> Names:
         if isinstance(inner, types.CodeType):
             below = names_of(inner)
             variables |= below.variables
-            for name, uses in below.uses.items():
-                found[name] |= uses
-    uses = {name: frozenset(each) for name, each in found.items() if each}
+            for name, each in below.uses.items():
+                found[name] |= each
+    uses = {name: frozenset(kinds) for name, kinds in found.items() if kinds}
     is_own = is_users(code.co_filename)
     late = frozenset(name for name, is_store in is_stored.items() if is_store)
     return Names(code, is_own, frozenset(variables), uses, late)
@@ -144,9 +144,9 @@ def _follow(steps: list[_Op], found: dict[Any, set[Use]], aliases: list[tuple[An
         elif step.opname not in _ATTRIBUTES:
             at += 1
             continue
-        for holder, use, key, after in _chain(steps, at, name):
+        for holder, use, key, end_of in _chain(steps, at, name):
             found[holder].add(use)
-            name, at = key, after
+            name, at = key, end_of
         step, after = steps[at], steps[at + 1]
         is_method = step.opname.startswith("CALL") and step.argval == 0  # `x.copy()`
         if name in _ASKED and not is_method:

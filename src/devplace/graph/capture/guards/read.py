@@ -54,8 +54,8 @@ _NONE: frozenset[Use] = frozenset()
 class Reads:
     """Follows the names in functions to the values they stand for.
 
-    Of a variable or argument that a function names, the attributes and items are read that the
-    function names after it. Of functions in packages only modules are followed.
+    A function that names a variable or argument reads it, and of it the attributes and items that
+    it names next. In functions of packages only modules are followed.
 
     Attributes:
         places: Where values are read, each once, in the order in which they are found.
@@ -89,7 +89,7 @@ class Reads:
             outliving.meet_module(name, module)
 
     def start_again(self) -> None:
-        """The second run begins; what only that one reads is nothing of before the step."""
+        """The second run begins; what it alone reads was not there before the step."""
         self._is_over = True
         self.met, self._seen = set(), set()
 
@@ -174,9 +174,11 @@ class Reads:
         if mark in self._seen:
             return
         self._seen.add(mark)
-        self.meet(at.name, value, at.outlives)
-        is_left = isinstance(value, _LEFT) or is_package(value)
-        if is_left or not (names.is_users or isinstance(value, torch.nn.Module)):
+        if isinstance(value, torch.Tensor) or not isinstance(value, _LEFT):
+            self.meet(at.name, value, at.outlives)
+        if not (names.is_users or isinstance(value, torch.nn.Module)):
+            return
+        if isinstance(value, _LEFT) or is_package(value):
             return
         if WHOLE in uses:
             uses |= names.uses.get(UNKNOWN, _NONE)
@@ -204,10 +206,10 @@ class Reads:
         is_field = isinstance(value, tuple) and key in getattr(type(value), "_fields", ())
         if is_list_or_dict(value) or (isinstance(value, tuple) and not is_field):
             return
-        own = getattr(value, "__dict__", None)
         if key == "__class__":
             self._go(Place(type(value).__name__, None, None, type(value)), names, key)
             return
+        own = getattr(value, "__dict__", None)
         if type(own) is dict and key in own:
             self._take(at.attribute(key, own[key], own), names, word)
             return
