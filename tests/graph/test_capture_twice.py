@@ -177,10 +177,7 @@ def test_clocks_and_counters_are_refused_with_module_and_line(name: str) -> None
 
 def test_what_differs_is_named_by_op_and_line() -> None:
     """The first op from which the results differ."""
-    stamps = iter(range(1, 100))
-
-    def stamp() -> int:
-        return stamps.__next__()
+    stamp = iter(range(1, 100)).__next__
 
     class Layer(nn.Module):
         def __init__(self) -> None:

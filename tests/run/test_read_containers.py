@@ -135,7 +135,7 @@ def as_number() -> Case:
     return (
         lambda m, x, y: plain(m, x, y) * float(schedule),
         lambda: setattr(schedule, "count", 2),
-        "'self.count' is 2",
+        "'schedule.count' is 2",
     )
 
 
@@ -145,7 +145,7 @@ def multiplied() -> Case:
     return (
         lambda m, x, y: schedule * plain(m, x, y),
         lambda: setattr(schedule, "count", 2),
-        "'self.count' is 2",
+        "'schedule.count' is 2",
     )
 
 
@@ -244,7 +244,7 @@ def weight_of_a_criterion() -> Case:
     return (
         lambda m, x, y: criterion(m(x), y),
         lambda: setattr(criterion, "weight", torch.tensor([1.0, 5.0, 1.0])),
-        "'weight of criterion, outside the model' is another one",
+        "'criterion.weight' is another one",
     )
 
 

@@ -287,7 +287,113 @@ def function() -> Case:
     )
 
 
-CASES = (slotted, attributed, proxied, behind_a_property, item, enumerated, of_a_class, replaced)
+def in_an_inner_function() -> Case:
+    """A variable that only a generator expression and a function inside name."""
+    options, beta = SimpleNamespace(gamma=1.0, epoch=0), 1.0
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        def scaled(value: Any) -> Any:
+            return value * options.gamma
+
+        return scaled(plain(m, x, y)) * sum(beta * k for k in range(3))
+
+    def change() -> None:
+        nonlocal beta
+        beta = 2.0
+
+    return loss, lambda: setattr(options, "epoch", 1), change, "beta"
+
+
+class Term:
+    """One of several terms of a loss."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.epoch = weight, 0
+
+
+def in_a_list() -> Case:
+    """An attribute of objects in a list."""
+    terms = [Term(1.0), Term(2.0)]
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        total = plain(m, x, y)
+        for term in terms:
+            total = total * term.weight
+        return total
+
+    return (
+        loss,
+        lambda: setattr(terms[1], "epoch", 1),
+        lambda: setattr(terms[1], "weight", 3.0),
+        "terms",
+    )
+
+
+def decorated() -> Case:
+    """A free variable of a function behind a decorator."""
+    options = SimpleNamespace(beta=1.0, epoch=0)
+
+    def doubled(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return 2 * function(*args)
+
+        return call
+
+    @doubled
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        return plain(m, x, y) * options.beta
+
+    return (
+        loss,
+        lambda: setattr(options, "epoch", 1),
+        lambda: setattr(options, "beta", 2.0),
+        "options.beta",
+    )
+
+
+def returned() -> Case:
+    """An object that a function gives back."""
+    options = SimpleNamespace(beta=1.0, epoch=0)
+
+    def given() -> Any:
+        return options
+
+    return (
+        lambda m, x, y: plain(m, x, y) * given().beta,
+        lambda: setattr(options, "epoch", 1),
+        lambda: setattr(options, "beta", 2.0),
+        "options.beta",
+    )
+
+
+def transformed() -> Case:
+    """A function under a transform of torch's."""
+    options = SimpleNamespace(beta=1.0, epoch=0)
+    scaled = torch.vmap(lambda row: row * options.beta)
+    return (
+        lambda m, x, y: scaled(m(x)).square().mean(),
+        lambda: setattr(options, "epoch", 1),
+        lambda: setattr(options, "beta", 2.0),
+        "options.beta",
+    )
+
+
+CASES = (
+    returned,
+    transformed,
+    in_an_inner_function,
+    in_a_list,
+    decorated,
+    slotted,
+    attributed,
+    proxied,
+    behind_a_property,
+    item,
+    enumerated,
+    of_a_class,
+    replaced,
+)
 CASES += (renamed, passed_on, bound, without_a_file, imported, missing, tensor, module, function)
 
 
@@ -366,6 +472,57 @@ class Trained(nn.Module):
         return plain(model, x, y) * self.alpha
 
 
+def test_what_hooks_read_must_stay() -> None:
+    """They are functions of the step like others."""
+    options, model = SimpleNamespace(beta=1.0, epoch=0), nn.Linear(4, 3)
+    model.register_forward_hook(lambda module, args, output: output * options.beta)
+    step = made(plain, model)
+    options.epoch = 1
+    step(*batch())
+    options.beta = 2.0
+    with pytest.raises(PlanMismatchError, match=r"options\.beta"):
+        step(*batch())
+
+
+class Sized(nn.Module):
+    """Notes the size of its batch before it reads it, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows, self.calls = nn.Linear(4, 3), 1, 0
+
+    def forward(self, x: Any) -> Any:
+        """Scaled by the size."""
+        if self.training:
+            self.rows = len(x)
+        self.calls = self.calls + 1
+        return self.layer(x) / self.rows
+
+
+def test_what_a_step_sets_before_it_reads_it_may_change() -> None:
+    """Also if it had that value at capture; a step that only reads it sees the change."""
+    model = Sized()
+    model(batch()[0])
+    step = made(plain, model)
+    model.rows = 2
+    step(*batch())
+    model.rows = len(batch()[0])
+    step = made(plain, model.eval())
+    step(*batch())
+    model.rows = 2
+    with pytest.raises(PlanMismatchError, match="'rows' of the model is 2"):
+        step(*batch())
+
+
+def test_what_a_filled_cache_was_made_of_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function is not called while the step is captured."""
+    cached(3)
+    step = made(lambda m, x, y: plain(m, x, y) * cached(3))
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    with pytest.raises(PlanMismatchError, match=r"'FACTOR' is 2\.0"):
+        step(*batch())
+
+
 def test_plain_attributes_of_a_module_around_the_model_must_stay() -> None:
     """As of a Lightning module; those that its method does not read may change."""
     around = Trained()
@@ -373,7 +530,7 @@ def test_plain_attributes_of_a_module_around_the_model_must_stay() -> None:
     around.epoch = 1
     step(*batch())
     around.alpha = 2.0
-    with pytest.raises(PlanMismatchError, match="alpha of self"):
+    with pytest.raises(PlanMismatchError, match=r"self\.alpha"):
         step(*batch())
 
 

@@ -10,8 +10,8 @@ from weakref import WeakSet
 import torch
 
 from devplace.errors import PlanMismatchError
-from devplace.graph.capture.reads import own_names
-from devplace.graph.capture.values import (
+from devplace.graph.capture.guards.place import own_names
+from devplace.graph.capture.guards.values import (
     NOTHING,
     difference,
     differs,

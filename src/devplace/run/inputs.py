@@ -19,7 +19,7 @@ from devplace.graph.capture.batch import (
     leaf_names,
     open_dataclasses,
 )
-from devplace.graph.capture.values import differs
+from devplace.graph.capture.guards.values import differs
 from devplace.graph.program import RANDOM_KEYS
 from devplace.run.copies import laid_out
 

@@ -15,13 +15,12 @@ import torch.utils._pytree as pytree
 
 from devplace.graph import OpGraph
 from devplace.graph.capture.batch import as_call, open_dataclasses, open_objects
-from devplace.graph.capture.guards.state import left_alone
+from devplace.graph.capture.guards.frames import left_alone
 from devplace.graph.capture.loss import loss_call
-from devplace.graph.capture.outside import find_outside
 from devplace.graph.capture.refuse import unwrap
 from devplace.graph.capture.several import as_one, each_of
 from devplace.graph.capture.sources import Slots, Sources, find_sources
-from devplace.graph.capture.surroundings import undisturbed
+from devplace.graph.capture.trace_context import undisturbed
 from devplace.graph.program import RANDOM_KEYS
 
 
@@ -115,9 +114,7 @@ def _on_twins(graph: OpGraph, model: Any) -> Iterator[tuple[Sources, dict[str, A
     """The model with copies of its tensors in their places."""
     sources = find_sources(model)
     twins = _twins(sources)
-    outside = find_outside(model, graph.program.loss_fn)
-    modules = dict(model.named_modules()) | outside.modules
-    with undisturbed(), left_alone(modules, outside):
+    with undisturbed(), left_alone(model, graph.program.loss_fn):
         slots = Slots(model, sources)
         slots.put(list(twins.values()))
         yield sources, twins, slots

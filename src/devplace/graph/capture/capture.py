@@ -24,6 +24,7 @@ from devplace.graph.capture.cross_entropy import direct_cross_entropy
 from devplace.graph.capture.cutting import BatchDims, named_dims
 from devplace.graph.capture.functionalize import make_functional
 from devplace.graph.capture.guards.twice import DifferentError
+from devplace.graph.capture.guards.values import shown
 from devplace.graph.capture.layouts import own_memory
 from devplace.graph.capture.loss import is_torch_loss, loss_call
 from devplace.graph.capture.optimizers import Update, make_update
@@ -32,10 +33,10 @@ from devplace.graph.capture.recompute import recompute
 from devplace.graph.capture.refuse import (
     GradientsNeededError,
     explain,
-    refuse_hidden_state,
     refuse_hooks,
-    refuse_replaced_variables,
+    refuse_replaced,
     refuse_stray_parameters,
+    refuse_written,
     refuse_written_inputs,
     unwrap,
 )
@@ -46,9 +47,8 @@ from devplace.graph.capture.stacking import num_spared_products
 from devplace.graph.capture.stacking import stack_gradients as stack
 from devplace.graph.capture.stacking_inputs import stack_inputs as join_products
 from devplace.graph.capture.step import Step
-from devplace.graph.capture.surroundings import trace_settings, undisturbed
 from devplace.graph.capture.tags import Tagger, resolve_unknown
-from devplace.graph.capture.values import shown
+from devplace.graph.capture.trace_context import trace_settings, undisturbed
 from devplace.graph.fusion import fuse as fuse_graph
 from devplace.graph.graph import BATCH_ON, OpGraph
 from devplace.graph.program import RANDOM_KEYS
@@ -190,13 +190,13 @@ def _refuse_difference(step: Step) -> None:
     if difference is None:
         return
     is_named = isinstance(difference, CaptureError) and not isinstance(difference, DifferentError)
-    if is_named or not step.changed:
+    if is_named or not step.frames.changed:
         raise explain(difference, step)
-    (variable, now), *_ = step.changed
+    (place, now), *_ = step.frames.changed
     where = f" ({difference.where})" if isinstance(difference, DifferentError) else ""
     raise CaptureError(
-        f"What a step computes must not depend on values that it changes: {variable.name} goes "
-        f"from {shown(variable.value)} to {shown(now)} in a step, and a captured step keeps "
+        f"What a step computes must not depend on values that it changes: {place.described} goes "
+        f"from {shown(place.value)} to {shown(now)} in a step, and a captured step keeps "
         f"the first{where}. Keep it in a buffer (register_buffer) that is there from the start, or "
         f"pass it as an input tensor; if only a first step changes it, run one before the capture."
     )
@@ -343,7 +343,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
     try:
         with trace_settings(step.request.device_type):
             gm = tracer(*flat)
-            refuse_hidden_state(gm, step)
+            refuse_written(gm, step)
             refuse_stray_parameters(gm, step)
             gm = make_functional(gm, flat, tagger)
     except (Exception, SystemExit) as error:
@@ -363,7 +363,7 @@ def _trace(step: Step, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.Gra
         clean(gm.graph)
     if step.request.fuse:
         _make_fusible(gm.graph, step)
-    refuse_replaced_variables(gm, step)
+    refuse_replaced(gm, step)
     _refuse_difference(step)
     return gm
 

@@ -20,6 +20,8 @@ from devplace.graph.capture.analysis import (
     reads_rows_only,
     view_bases,
 )
+from devplace.graph.capture.guards.place import Place
+from devplace.graph.capture.guards.values import ANYTHING, mapped
 from devplace.graph.capture.layouts import counted
 from devplace.graph.capture.refuse import own_generator
 from devplace.graph.capture.request import Input, Output, Request, source_name
@@ -27,7 +29,6 @@ from devplace.graph.capture.sources import memory
 from devplace.graph.capture.step import Step
 from devplace.graph.capture.strides import unsure
 from devplace.graph.capture.tags import describe_place
-from devplace.graph.capture.values import ANYTHING, mapped
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program, may_be_indices
 
@@ -324,26 +325,26 @@ def _trainable(request: Request) -> dict[str, bool]:
 
 def _fixed_values(step: Step, constants: Sequence[Any]) -> dict[str, Any]:
     """What the step read of plain values and of training flags; tensors if they are constants."""
-    inside = {name for name, _ in step.request.model.named_modules()}
     memories = {memory(value) for value in constants}
 
     def used(part: Any) -> Any:
         is_other = isinstance(part, torch.Tensor) and memory(part) not in memories
         return ANYTHING if is_other else part
 
-    read = {
-        name: {key: mapped(used, value) for key, value in step.reads.values[name].items()}
-        for name in inside
-    }
-    modes = {n: values.pop("training") for n, values in read.items() if "training" in values}
-    variables = [v for v in step.outside.variables if id(v) not in step.changing]
-    variables += step.reads.variables(inside)
-    variables = [v for v in variables if used(v.value) is not ANYTHING]
-    return {
-        "modes": modes,
-        "attributes": {name: values for name, values in read.items() if values},
-        "variables": tuple(replace(v, value=mapped(used, v.value)) for v in variables),
-    }
+    modes: dict[str, bool] = {}
+    attributes: dict[str, dict[str, Any]] = {}
+    variables: list[Place] = []
+    for place in step.frames.found():
+        value = mapped(used, place.value)
+        if value is ANYTHING:
+            continue
+        if place.module is None:
+            variables.append(replace(place, value=value))
+        elif place.key == "training":
+            modes[place.module] = value
+        else:
+            attributes.setdefault(place.module, {})[place.key] = value
+    return {"modes": modes, "attributes": attributes, "variables": tuple(variables)}
 
 
 def _no_scalars(step: int, param_groups: Any = None) -> dict[str, float]:

@@ -31,7 +31,7 @@ def eager_error(step: Step) -> Exception | SystemExit | None:
         raise NotTriedError("model or inputs have no values")
     if sum(t.numel() * t.element_size() for t in sources) > _MOST_BYTES:
         raise NotTriedError("the model is large")
-    modules = [*request.model.modules(), *step.outside.modules.values()]
+    modules = [*request.model.modules(), *step.frames.reads.modules.values()]
     with _disable_current_modes():
         held = [v for m in modules for v in vars(m).values() if isinstance(v, torch.Tensor)]
         kept = [(t, t.detach().clone()) for t in (*sources, *held)]

@@ -222,57 +222,40 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], optimizer: Any) -> None
             )
 
 
-def refuse_hidden_state(gm: torch.fx.GraphModule, step: Step) -> None:
-    """Refuse state kept in plain tensor attributes: its new value would be lost.
+def refuse_written(gm: torch.fx.GraphModule, step: Step) -> None:
+    """Refuse a step that writes to a tensor which is no parameter or buffer: that would be lost.
 
     Raises:
-        CaptureError: Such a tensor is read, and written in place or replaced.
+        CaptureError: Names the tensor.
     """
-    plain = step.plain_tensors
-    read: set[str] = set()
-    written: list[str] = []
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            read.add(plain.get(id(getattr(gm, node.target)), ""))
         for each in written_by(node.target, node.args, node.kwargs):
             owner = _memory_owner(each)
             if owner.op == "get_attr":
-                of = id(getattr(gm, owner.target))
-                written.append(step.names.get(of, "a tensor outside the model"))
-    written += [name for name in step.replaced_attributes if name in read]
-    outside = set(step.outside.tensors().values())
-    if written and written[0] in outside:
-        raise CaptureError(
-            f"State of a step must be part of the model: {written[0]!r} is not, but is read and "
-            f"changed by the step. Make its module a part of the model (model.extra = module)."
-        )
-    if written:
-        raise CaptureError(
-            f"State must be kept in buffers: {written[0]!r} is no buffer, but is read and "
-            f"changed by the step. Use register_buffer, and write into that."
-        )
+                names = step.frames.outliving.names
+                raise _no_buffer(names.get(id(getattr(gm, owner.target)), "a tensor"))
 
 
-def refuse_replaced_variables(gm: torch.fx.GraphModule, step: Step) -> None:
-    """Refuse a tensor outside of modules that the step computes with and puts another in place of.
+def refuse_replaced(gm: torch.fx.GraphModule, step: Step) -> None:
+    """Refuse a step that computes with a tensor which it puts another in place of.
 
     Raises:
         CaptureError: Names it; the step would always see the first.
     """
-    replaced = {
-        memory(variable.value): variable.name
-        for variable in step.outside.variables
-        if id(variable) in step.changing and isinstance(variable.value, torch.Tensor)
-    }
+    replaced = step.frames.replaced
     for node in gm.graph.nodes if replaced else ():
         value = getattr(gm, node.target) if node.op == "get_attr" else None
         name = replaced.get(memory(value)) if isinstance(value, torch.Tensor) else None
         if name is not None:
-            raise CaptureError(
-                f"State of a step must be part of the model: {name!r} is not, but is read and "
-                f"changed by the step. Keep it in a buffer (model.register_buffer), or pass it as "
-                f"an input tensor."
-            )
+            raise _no_buffer(name)
+
+
+def _no_buffer(name: str) -> CaptureError:
+    return CaptureError(
+        f"State of a step must be kept in buffers of the model: {name!r} is not, but is read and "
+        f"changed by the step. Use register_buffer and write into that, make the module that has "
+        f"it a part of the model (model.extra = module), or pass it as an input tensor."
+    )
 
 
 def refuse_stray_parameters(gm: torch.fx.GraphModule, step: Step) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,21 +153,6 @@ def memory(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def plain_tensors(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
-    """Tensors kept in plain attributes of modules, or in lists and dicts there: `id` -> name."""
-    found: dict[int, str] = {}
-    for path, module in modules.items():
-        for key, value in module.__dict__.items():
-            name = f"{path}.{key}" if path else key
-            if isinstance(value, torch.Tensor):
-                found.setdefault(id(value), name)
-            elif type(value) in (list, dict) and key not in _OWN:
-                for place, part in value.items() if type(value) is dict else enumerate(value):
-                    if isinstance(part, torch.Tensor):
-                        found.setdefault(id(part), f"{name}[{place!r}]")
-    return found
-
-
 class Slots:
     """All places in a model, and in others, that hold one of its sources, to put tensors there."""
 
@@ -175,23 +160,32 @@ class Slots:
         self,
         model: torch.nn.Module,
         sources: Sources,
-        others: Iterable[torch.nn.Module] = (),
     ) -> None:
         names = list(sources.all)
         index = {n: i for i, n in enumerate(names)}
         by_id = {id(t): index[n] for n, t in sources.all.items()}
         for name, first in sources.shared.items():
             by_id[id(_lookup(model, name))] = index[first]
+        self._by_id = by_id
         self._places: list[list[tuple[Any, Any]]] = [[] for _ in names]
-        for module in (*model.modules(), *others):
-            for container in (module._parameters, module._buffers, *_attribute_containers(module)):
-                items = enumerate(container) if isinstance(container, list) else container.items()
-                for key, value in items:
-                    if isinstance(value, torch.Tensor) and id(value) in by_id:
-                        self._places[by_id[id(value)]].append((container, key))
+        self._tensors: Sequence[torch.Tensor] = ()
+        for module in model.modules():
+            self.take_in(module)
+
+    def take_in(self, module: torch.nn.Module) -> None:
+        """Add the places in a module, and put there what is in the others."""
+        for container in (module._parameters, module._buffers, *_attribute_containers(module)):
+            items = enumerate(container) if isinstance(container, list) else container.items()
+            for key, value in tuple(items):
+                place = self._by_id.get(id(value)) if isinstance(value, torch.Tensor) else None
+                if place is not None:
+                    self._places[place].append((container, key))
+                    if self._tensors:
+                        container[key] = self._tensors[place]
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put the k-th tensor in every place of the k-th source."""
+        self._tensors = tensors
         for places, tensor in zip(self._places, tensors, strict=True):
             for container, key in places:
                 container[key] = tensor

@@ -18,8 +18,8 @@ from devplace.graph.capture.batch import check_leaf, leaf_names, open_objects
 from devplace.graph.capture.chunk_loss import Counts, UnequalCountsError, joined
 from devplace.graph.capture.ctc import lengths_in_tensors
 from devplace.graph.capture.fakes import Fakes, windows_trusted
+from devplace.graph.capture.guards.frames import Frames, left_alone
 from devplace.graph.capture.guards.host import draws_on_host, host_watched
-from devplace.graph.capture.guards.state import Executed, Outliving, followed, left_alone
 from devplace.graph.capture.guards.twice import Recorder
 from devplace.graph.capture.loss import (
     Returned,
@@ -28,12 +28,9 @@ from devplace.graph.capture.loss import (
     refuse_lost_gradients,
 )
 from devplace.graph.capture.moved import modules_stay
-from devplace.graph.capture.outside import find_outside
-from devplace.graph.capture.reads import Reads, Variable
 from devplace.graph.capture.request import Input, Output, Request, source_name
-from devplace.graph.capture.sources import Slots, plain_tensors
+from devplace.graph.capture.sources import Slots
 from devplace.graph.capture.tags import Tagger, describe_place, user_line
-from devplace.graph.capture.values import differs, kept
 from devplace.graph.program import Constant
 
 Tensors = list[torch.Tensor]
@@ -45,11 +42,8 @@ class Step:
     """Callable step over flat tensors; running it fills `outputs` and the output tree.
 
     Attributes:
-        outside: What its functions reach beside the model.
-        reads: Attributes that its modules read.
-        changed: Values that it may read and that running it changes, with what they become.
+        frames: What its functions read and write beside the tensors it is given.
         difference: What went otherwise when it ran once more, as the next step would.
-        changing: `id` of variables that running it changes.
         counts: What was divided by in each division of its losses, None if it is not one number.
         extra: Further results for a comparison: name -> tensor of the trace; gradients, and counts
             if the batch is whole.
@@ -65,11 +59,8 @@ class Step:
     output_spec: Any = None
     output_leaves: tuple[Any, ...] = ()
     install: Callable[[], None] = lambda: None
-    replaced_attributes: list[str] = field(default_factory=list)
-    changed: list[tuple[Variable, Any]] = field(default_factory=list)
     difference: Exception | None = None
     _recorder: Recorder | None = None
-    changing: set[int] = field(default_factory=set)
     counts: list[torch.Tensor | None] = field(default_factory=list)
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     shapes: tuple[torch.Size | None, ...] = ()
@@ -78,11 +69,8 @@ class Step:
 
     def __post_init__(self) -> None:
         sources, update = self.request.sources, self.request.update
-        self.outside = find_outside(self.request.model, self.request.loss_fn)
-        self._modules = dict(self.request.model.named_modules()) | self._outside_modules()
-        self.reads = Reads(self._modules)
-        self.plain_tensors = plain_tensors(self._modules) | self.outside.tensors()
-        self.names = self.outside.names() | self.plain_tensors
+        self._slots = Slots(self.request.model, sources)
+        self.frames = Frames(self.request.model, self.request.loss_fn, self._slots)
         self._own = set(map(id, sources.parameters.values()))
         self.trained = [
             n
@@ -119,50 +107,45 @@ class Step:
         return [*heads, *changed, *given["input"].values(), *self.extra.values()]
 
     def _run_unchanged(self, given: Given) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
-        """Heads, gradients, and what the sources are then; modules and variables are put back.
+        """Heads, gradients, and what the sources are then; what else it writes is put back.
 
         Before it is traced the step is rehearsed: it runs twice, unseen by the trace.
         """
-        outliving = Outliving(self._modules, self.outside)
-        slots = Slots(self.request.model, self.request.sources, self.outside.modules.values())
+        slots = self._slots
         with self.tagger.module_hooks():
-            with disable_proxy_modes_tracing(), outliving.put_back():
-                self._rehearse(given, slots, outliving)
-            self._put_back_variables()
+            with disable_proxy_modes_tracing(), self.frames.put_back():
+                self._rehearse(given)
             self.tagger.restart()
-            with _written(given), outliving.put_back():
+            with _written(given), self.frames.put_back():
                 slots.put(_sources(given))
                 heads, grads = self._run(given)
                 now = slots.get()
-            self._put_back_variables()
         return heads, grads, now
 
-    def _rehearse(self, given: Given, slots: Slots, outliving: Outliving) -> None:
+    def _rehearse(self, given: Given) -> None:
         """Run twice, the second time as the next step would.
 
         What is wrong with the second is told when a trace has found nothing worse.
         """
-        ran: Executed = {}
-        with self.reads.followed(), followed(ran, outliving.meet):
-            first = self._recorded(given, slots)
-            present = plain_tensors(self._modules) | self.outside.tensors()
-        self.replaced_attributes = [n for i, n in self.plain_tensors.items() if i not in present]
-        self._note_changes()
-        outliving.note()
+        frames = self.frames
+        with frames.followed():
+            first = self._recorded(given)
+        frames.note()
         try:
-            self._recorded(given, slots, first)
-            outliving.refuse_lost(ran, first.is_state)
+            with frames.followed_again():
+                self._recorded(given, first)
+            frames.refuse_lost(first.is_state)
         except Exception as error:
             self.difference = error
-        drawn_from = outliving.drawn_from()
+        drawn_from = frames.outliving.drawn_from()
         if drawn_from:
             raise draws_on_host("the step", drawn_from)
-        self.names = outliving.tensors | self.names
         self._recorder = self.fakes.call_of = None
         self.outputs, self.output_spec, self.output_leaves = [], None, ()
 
-    def _recorded(self, like: Given, slots: Slots, before: Recorder | None = None) -> Recorder:
+    def _recorded(self, like: Given, before: Recorder | None = None) -> Recorder:
         """Run once on new tensors, and record that."""
+        slots = self._slots
         given: Given = {
             kind: {key: _new(tensor) for key, tensor in tensors.items()}
             for kind, tensors in like.items()
@@ -183,22 +166,6 @@ class Step:
 
     def _place(self) -> str:
         return describe_place(self.tagger.current_module, user_line())
-
-    def _put_back_variables(self) -> None:
-        for variable, _ in self.changed:
-            variable.put(variable.value)
-
-    def _outside_modules(self) -> dict[str, torch.nn.Module]:
-        return {f"{name}, outside the model": m for name, m in self.outside.modules.items()}
-
-    def _note_changes(self) -> None:
-        """Values that are other ones now."""
-        self.changed = list(self.reads.changed)
-        for variable in self.outside.variables:
-            now = variable.present()
-            if differs(now, variable.value):
-                self.changing.add(id(variable))
-                self.changed.append((variable, kept(now)))
 
     @property
     def is_reference(self) -> bool:
@@ -296,7 +263,7 @@ class Step:
     def run_eagerly(self) -> None:
         """Run forward and backward on the example batch, with the values that are there."""
         with (
-            left_alone(self._modules, self.outside),
+            left_alone(self.request.model, self.request.loss_fn),
             torch.set_grad_enabled(self.request.has_gradients),
         ):
             returned = self._call(self.request.batch.leaves)
@@ -328,7 +295,7 @@ class Step:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        runs_python = refuse_lost_gradients(found.loss, self._own, self.names)
+        runs_python = refuse_lost_gradients(found.loss, self._own, self.frames.outliving.names)
         if self._recorder is not None and runs_python:
             self._recorder.needs_backward = True
         if found.weight is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         given = self._sign((args, kwargs), reads)
         if draws(func, args, kwargs):
             reads.append(self._draw())
-        made = func(*args, **kwargs)
+        made = _untraced(func, args, kwargs)
         number = self._number(_Made(func, given, tuple(reads)))
         written = written_by(func, args, kwargs)
         for tensor in written:
@@ -246,6 +247,18 @@ class DifferentError(CaptureError):
             f"first, at {where}. A generator, clock or counter on the host decides. Draw with "
             f"torch, or pass what it gives as an input tensor."
         )
+
+
+def _untraced(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an op without following the functions of torch's that it is made of."""
+    trace = sys.gettrace()
+    if trace is None:
+        return func(*args, **kwargs)
+    sys.settrace(None)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        sys.settrace(trace)
 
 
 def _described(made: _Made) -> str:

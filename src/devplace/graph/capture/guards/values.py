@@ -76,11 +76,6 @@ def is_generator(value: Any) -> bool:
     )
 
 
-def is_single(value: Any) -> bool:
-    """Whether a value is a number, a text, None and the like, a tensor or an array."""
-    return isinstance(value, (*_PLAIN, torch.Tensor)) or is_array(value)
-
-
 def is_list_or_dict(value: Any) -> bool:
     """Whether a value is a container of Python's that can be written to."""
     return type(value) in (*_DICTS, *_LISTS, set)
