@@ -23,6 +23,7 @@ from devplace.graph.capture.counter_random import draw_by_counter
 from devplace.graph.capture.cross_entropy import direct_cross_entropy
 from devplace.graph.capture.cutting import BatchDims, named_dims
 from devplace.graph.capture.functionalize import make_functional
+from devplace.graph.capture.guards.frames import Frames
 from devplace.graph.capture.guards.twice import DifferentError
 from devplace.graph.capture.guards.values import shown
 from devplace.graph.capture.layouts import own_memory
@@ -155,7 +156,9 @@ def capture(
         )
         unchecked = ""
         if request.batch.is_cut:
-            step, gm, unchecked = trace_chunks(request, lambda each: _traced(each, progress))
+            step, gm, unchecked = trace_chunks(
+                request, lambda each, rehearsed: _traced(each, progress, rehearsed)
+            )
         else:
             step, gm = _traced(request, progress)
         meta = _meta(step.request, micro_batches, batch_dims, unchecked)
@@ -165,10 +168,12 @@ def capture(
         return fuse_graph(graph) if fuse else graph
 
 
-def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx.GraphModule]:
-    """Rehearse the step and trace it."""
+def _traced(
+    request: Request, progress: Progress | None, rehearsed: Frames | None = None
+) -> tuple[Step, torch.fx.GraphModule]:
+    """Rehearse the step, unless it was, and trace it."""
     tagger = Tagger(request.model, progress)
-    step = Step(request, tagger)
+    step = Step(request, tagger, rehearsed=rehearsed)
     with torch.inference_mode(False), undisturbed():
         flat = _fakes(step)
         try:
@@ -176,7 +181,7 @@ def _traced(request: Request, progress: Progress | None) -> tuple[Step, torch.fx
         except GradientsNeededError:
             if request.has_gradients:
                 raise
-            return _traced(replace(request, has_gradients=True), progress)
+            return _traced(replace(request, has_gradients=True), progress, rehearsed)
     return step, gm
 
 

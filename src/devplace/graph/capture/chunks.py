@@ -15,12 +15,14 @@ from devplace.graph.capture.blame import Difference, ancestors, first_difference
 from devplace.graph.capture.chunk_loss import Whole
 from devplace.graph.capture.compare import Numbers, Values, difference, numbers, part
 from devplace.graph.capture.evaluate import KernelError, NotEvaluatedError
+from devplace.graph.capture.guards.frames import Frames
 from devplace.graph.capture.refuse import NotInChunksError
 from devplace.graph.capture.request import Request
 from devplace.graph.capture.step import Step
 
 Traced: TypeAlias = tuple[Step, torch.fx.GraphModule]
-Trace: TypeAlias = Callable[[Request], Traced]
+Trace: TypeAlias = Callable[[Request, Frames | None], Traced]
+"""Traces a step, which is not rehearsed if that was done."""
 MOST_ADVISED_NODES = 3000
 """Of a step of which other ways to cut an input are tried, for the message."""
 
@@ -42,7 +44,7 @@ def trace_chunks(request: Request, trace: Trace) -> tuple[Step, torch.fx.GraphMo
     others: list[_Different] = []
     for way in whole.ways():
         try:
-            step, gm = trace(way)
+            step, gm = trace(way, whole.frames)
         except CaptureError as error:
             failed.append(error)
             continue
@@ -76,6 +78,7 @@ class _Reference:
     """The step of the whole batch.
 
     Attributes:
+        frames: What its rehearsal noted.
         unchecked: Why nothing can be compared; empty if it can.
     """
 
@@ -89,7 +92,8 @@ class _Reference:
             stack_inputs=False,
             fuse=False,
         )
-        self._step, _ = trace(alone)
+        self._step, _ = trace(alone, None)
+        self.frames = self._step.frames
         assert self._step.compared is not None
         self._gm = self._step.compared
         self._whole = self._counts()
@@ -247,7 +251,7 @@ class _Reference:
 
     def _is_right(self, request: Request) -> bool:
         try:
-            step, _ = self._trace(replace(request, whole=self._whole))
+            step, _ = self._trace(replace(request, whole=self._whole), self.frames)
         except CaptureError:
             return False
         return self.difference(step) is None and not self.unchecked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ Given = dict[str, dict[Any, torch.Tensor]]
 class Step:
     """Callable step over flat tensors; running it fills `outputs` and the output tree.
 
+    Args:
+        rehearsed: What a rehearsal of the same step, cut otherwise, has noted; it is not rehearsed
+            again.
+
     Attributes:
         frames: What its functions read and write beside the tensors it is given.
         difference: What went otherwise when it ran once more, as the next step would.
@@ -66,11 +70,14 @@ class Step:
     shapes: tuple[torch.Size | None, ...] = ()
     compared: torch.fx.GraphModule | None = None
     fakes: Fakes = field(default_factory=Fakes)
+    frames: Frames = field(init=False)
+    rehearsed: InitVar[Frames | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, rehearsed: Frames | None) -> None:
         sources, update = self.request.sources, self.request.update
         self._slots = Slots(self.request.model, sources)
-        self.frames = Frames(self.request.model, self.request.loss_fn, self._slots)
+        self._is_rehearsed = rehearsed is not None
+        self.frames = rehearsed or Frames(self.request.model, self.request.loss_fn, self._slots)
         self._own = set(map(id, sources.parameters.values()))
         self.trained = [
             n
@@ -109,12 +116,14 @@ class Step:
     def _run_unchanged(self, given: Given) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
         """Heads, gradients, and what the sources are then; what else it writes is put back.
 
-        Before it is traced the step is rehearsed: it runs twice, unseen by the trace.
+        Before it is traced the step is rehearsed, unless it was: it runs twice, unseen by the
+        trace.
         """
         slots = self._slots
         with self.tagger.module_hooks():
-            with disable_proxy_modes_tracing(), self.frames.put_back():
-                self._rehearse(given)
+            if not self._is_rehearsed:
+                with disable_proxy_modes_tracing(), self.frames.put_back():
+                    self._rehearse(given)
             self.tagger.restart()
             with _written(given), self.frames.put_back():
                 slots.put(_sources(given))

@@ -92,7 +92,8 @@ class Frames:
         finally:
             self.outliving.put_back()
             for place in self.reads.places:
-                if differs(place.present(), place.value):
+                is_weight = place.module is not None and isinstance(place.value, torch.Tensor)
+                if not is_weight and differs(place.present(), place.value):  # it may be a twin
                     place.put_back()
 
     def note(self) -> None:
