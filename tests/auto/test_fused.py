@@ -14,7 +14,7 @@ from devplace.auto.compiled import compiled_step_ns
 from devplace.auto.here import fuses
 from devplace.kernels import fused
 
-QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,60s"}
+QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}
 
 
 def job() -> tuple[nn.Module, Any, Any, Any]:

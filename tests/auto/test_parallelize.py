@@ -28,7 +28,7 @@ from devplace.errors import (
 from tests.auto.steps import captured, hostile, placed, tagger
 from tests.run.models import Unrolled, mean_square
 
-QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,30s"}
+QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}
 
 
 def adam(model: Any) -> Any:
@@ -197,7 +197,7 @@ def test_batch_norm_keeps_its_batch() -> None:
 def test_one_device_needs_no_search() -> None:
     """On one logical device there is one plan, measured like any other."""
     model = nn.Linear(4, 3)
-    with dp.parallelize(model, torch.randn(2, 4), machine=1, budget="20s") as step:
+    with dp.parallelize(model, torch.randn(2, 4), machine=1, budget="50ev,120s") as step:
         assert step.devices == ("cpu:0",)
         assert "no other plan" in str(step)
 
@@ -253,7 +253,7 @@ def test_when_no_plan_runs_every_reason_is_told(
     monkeypatch.setattr(module, "Measurer", lambda **options: Measurer(command=command, **options))
     model = nn.Linear(4, 3)
     with pytest.raises(ExecutionError, match=r"None of 1 plans .*cpu:0 alone: .*code 7"):
-        dp.parallelize(model, torch.randn(2, 4), machine=1, budget="20s")
+        dp.parallelize(model, torch.randn(2, 4), machine=1, budget="50ev,120s")
 
 
 def test_where_nothing_is_measured_in_time_the_best_predicted_is_used(
