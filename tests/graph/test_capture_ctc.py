@@ -92,6 +92,7 @@ def test_a_step_takes_targets_of_other_lengths() -> None:
         with dp.compile(net, plan) as step:
             want = float(_with_lengths(net, *given).detach())
             assert float(step(*given)) == pytest.approx(want, rel=1e-12)
+            step.sync()
 
 
 def test_micro_batches_of_a_ctc_loss() -> None:
