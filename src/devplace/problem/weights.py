@@ -27,7 +27,8 @@ class ByWeight(NamedTuple):
 def pins_by_weight(graph: OpGraph, tasks: Tasks, patterns: Sequence[str]) -> dict[int, ByWeight]:
     """The first pin that names a weight which a task reads, also by another name of a tied one.
 
-    What is computed of weights alone, such as a copy of lower precision, counts as the weight.
+    What is computed of weights of one module alone, such as a copy of lower precision, counts as a
+    weight.
 
     Args:
         graph: The step.
@@ -60,7 +61,7 @@ def pins_by_weight(graph: OpGraph, tasks: Tasks, patterns: Sequence[str]) -> dic
         pin = weight(op_index)
         for user in tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]].tolist():
             read[user].append(pin)
-    made: list[ByWeight | None] = []  # of tasks that are, or are computed of, weights alone
+    made: list[ByWeight | None] = []  # of tasks that count as weights
     found: dict[int, ByWeight] = {}
     makers, ends = tasks.carrier_maker[tasks.in_carrier].tolist(), tasks.in_ptr.tolist()
     for task, op_index in enumerate(tasks.task_op.tolist()):
@@ -69,8 +70,8 @@ def pins_by_weight(graph: OpGraph, tasks: Tasks, patterns: Sequence[str]) -> dic
         else:
             before = makers[ends[task] : ends[task + 1]]
             read[task] += [made[k] if k < task else None for k in before]
-            is_weight = bool(read[task]) and None not in read[task]
-            made.append(_first(read[task]) if is_weight else None)
+            modules = {one and one.module for one in read[task]}
+            made.append(_first(read[task]) if len(modules) == 1 and None not in modules else None)
         pin = made[task] or _first(read[task])
         if pin is not None and pin.pattern >= 0:
             found[task] = pin
