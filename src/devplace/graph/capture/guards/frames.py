@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import devplace
 from devplace.errors import CaptureError
 from devplace.graph.capture.guards.names import (
     UNKNOWN,
@@ -31,6 +32,7 @@ from devplace.graph.capture.tags import is_user_file
 
 _BY_RULE = ("__getattr__", "__getattribute__")
 _LAYERS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
+_RUN = os.path.join(os.path.dirname(os.path.abspath(devplace.__file__)), "run") + os.sep
 _MODULE = torch.nn.Module.__call__.__code__.co_filename
 
 
@@ -249,6 +251,8 @@ def _followed_names(frame: types.FrameType) -> Names | None:
         if "_tuple_new" in code.co_names or any("dataclass" in name for name in code.co_freevars):
             return None  # made by namedtuple or dataclass
     if code.co_name in _BY_RULE or file == _MODULE:  # attributes are taken up where they are named
+        return None
+    if file.startswith(_RUN):  # hooks of our own
         return None
     is_followed = is_users(file) or file.startswith(_LAYERS) or is_user_file(file)
     return names_of(code) if is_followed else None
