@@ -303,7 +303,7 @@ def test_elements_of_sources_are_counted_as_at_capture(is_fused: bool, one_by_on
     assert all(tensor.error < 1e-12 for tensor in report.own)
     with compile_step(model, optimizer, graph, *placed, NAMES) as step:
         expected = model(x, y)
-    assert torch.allclose(step(x, y), expected, rtol=1e-12)
+        assert torch.allclose(step(x, y), expected, rtol=1e-12)
 
 
 def test_learning_layouts_leaves_random_numbers_alone() -> None:
