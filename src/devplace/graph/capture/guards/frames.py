@@ -9,11 +9,11 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-import devplace
 from devplace.errors import CaptureError
 from devplace.graph.capture.guards.names import (
     UNKNOWN,
@@ -32,7 +32,7 @@ from devplace.graph.capture.tags import is_user_file
 
 _BY_RULE = ("__getattr__", "__getattribute__")
 _LAYERS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
-_RUN = os.path.join(os.path.dirname(os.path.abspath(devplace.__file__)), "run") + os.sep
+_RUN = str(Path(__file__).resolve().parents[3] / "run") + os.sep
 _MODULE = torch.nn.Module.__call__.__code__.co_filename
 
 
