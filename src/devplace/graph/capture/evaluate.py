@@ -30,6 +30,7 @@ MOST_FLOPS = {"cpu": 1e11, "cuda": 2e13}
 FAST_DOUBLE = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 """Compute capabilities of GPUs with fast double precision: P100, V100, A100, H100, B200."""
 MOST_FLOPS_FAST = 2e14
+"""Some seconds on those."""
 MOST_BYTES = 1 << 32
 """Of a CPU's memory."""
 MOST_MADE_UP_BYTES = 1 << 29
