@@ -2,9 +2,9 @@
 
 Ops are timed one at a time, with pauses between them, so at the highest clock. Whole steps of large
 bf16 products take a card to its power limit: on an H200 the clock stays at 1,900 MHz for the first
-30 ms, and 80 ms later it is 1,520 (products alone) to 1,620 (a quarter of the time spent on sines of
-a large tensor). How far it falls depends on what is mixed how, so all ops of a step are run one after
-another.
+30 ms, and 80 ms later it is 1,520 (products alone) to 1,620 (a quarter of the time spent on sines
+of a large tensor). How far it falls depends on what is mixed how, so all ops of a step are run one
+after another.
 """
 
 from __future__ import annotations
