@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -186,7 +187,7 @@ def table(data: dict[str, Any]) -> str:
         "",
         f"{len(rows)} small models, AdamW, float64, placed at random on two CPU devices of which "
         f"one is {SLOWER} times slower, {STEPS} steps beside eager "
-        f"(`experiments/models.py`, seed {SEED}, commit {data['provenance']['commit']}, torch "
+        f"(`experiments/models.py`, seed {SEED}, commits {_commits(rows)}, torch "
         f"{data['provenance']['torch']}, {_libraries(data)}).",
         "",
         f"{len(runs)} run: {', '.join(f'{n} {s}' for s, n in count.items() if n)}. "
@@ -218,6 +219,12 @@ def table(data: dict[str, Any]) -> str:
 def _judged(row: dict[str, Any]) -> str:
     """Whether a model is rightly refused, and why; else that it is to be done."""
     return RIGHT.get(row["name"], "To be done") if row["status"] == "refused" else "To be done"
+
+
+def _commits(rows: list[dict[str, Any]]) -> str:
+    """Each commit with its number of rows."""
+    counts = Counter(row["commit"] for row in rows)
+    return ", ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
 
 
 def _libraries(data: dict[str, Any]) -> str:
@@ -252,7 +259,7 @@ def main() -> None:
     for name in cases():
         if not name.startswith(wanted) or rows.get(name, {}).get("status") in RAN:
             continue
-        rows[name] = child(name, options.seconds)
+        rows[name] = child(name, options.seconds) | {"commit": made["commit"]}
         print(name, rows[name]["status"], rows[name].get("why", ""), flush=True)
         data = {
             "provenance": made,
