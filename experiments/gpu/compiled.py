@@ -127,17 +127,15 @@ class Row:
             return value.detach()
 
         reset_peaks(self.devices)
-        try:
-            times = time_steps(step, self.devices, self.settings.seconds, self.settings.steps)
-            return times | peaks(self.devices)
-        finally:
-            self._progress.release()
+        times = time_steps(step, self.devices, self.settings.seconds, self.settings.steps)
+        return times | peaks(self.devices)
 
 
 def measure(
     settings: Settings, progress: rows.Progress, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Step time with a compiled loss and each update that works; memory is the first's."""
+    """Step time with a compiled loss and each update that works; memory is the first's. Once it has
+    the GPUs it keeps them."""
     choose_alone(progress)
     progress.phase("compile")
     row = Row(settings, progress, options.mode)
@@ -165,7 +163,6 @@ def measure(
         progress.phase("optimizer")
         try:
             if name == "fused":
-                progress.acquire()
                 fused = row.optimizer(fused=True)
                 keep(name, row.timed(fused, fused.step))
                 del fused

@@ -1,13 +1,16 @@
 """Fused steps beside torch.compile, and on two GPUs beside DDP, FSDP2 and pipelines of compiled
-parts: each row by each peer in a process of its own, one after another, nothing beside it.
+parts: each row by each peer in a process of its own, which has the GPUs alone when it is timed.
 
 Every result is one line of JSON in FOLDER/fused.jsonl, written when it is there. A process that
-takes too long is killed and costs only its own row. With --warm nothing is timed: several
-processes at a time fill the compiler's caches (--cache), which a later call finds.
+takes too long is killed and costs only its own row. All are started at once, get ready side by
+side, and are timed in turn; with --one-by-one one starts when the last has ended. With --warm
+nothing is timed: several processes at a time fill the compiler's caches (--cache), which a later
+call finds.
 
 Run: `python -m experiments.gpu.fused --out FOLDER [--rows bert-large-32,gpt-2-32,...]
 [--peers fused,compile,autotune,ddp,fsdp,pipeline] [--gpus 1,2] [--limit 240] [--deadline 570]
-[--budget 20s] [--plain] [--warm] [--commit ID]`, then `python experiments/fused_tables.py FOLDER`.
+[--budget 20s] [--plain] [--warm] [--one-by-one] [--commit ID]`, then
+`python experiments/fused_tables.py FOLDER`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from statistics import median
 from typing import Any
 
 from experiments.gpu.fused_rows import ROWS, TRIED, Row
+from experiments.gpu.turns import give
 
 from experiments.gpu import rows
 
@@ -62,6 +66,11 @@ class Job:
     def row(self) -> Row:
         """What is trained."""
         return ROWS[self.name]
+
+    @property
+    def tag(self) -> str:
+        """Its name among files."""
+        return f"{self.name}-{self.peer}"
 
 
 def make_jobs(names: list[str], peers: list[str], counts: list[int]) -> list[Job]:
@@ -111,7 +120,7 @@ def _measured(
 ) -> dict[str, Any]:
     limits_s = {**rows.LIMITS_S, "compile": options.compile_limit, "all": limit_s}
     settings = job.row.settings(options, job.gpus)
-    out = folder / f"{job.name}-{job.peer}.json"
+    out = folder / f"{job.tag}.json"
     row = rows.run_row(f"experiments.gpu.{module}", settings, out, extra, limits_s)
     log = out.with_name(out.name + ".log")
     return row | ({"log": tail(log)} if log.exists() else {})
@@ -125,7 +134,7 @@ def kept(peer: str, row: dict[str, Any]) -> dict[str, Any]:
 
 def run_ours(job: Job, options: Any, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Our step on one GPU and, where asked for, the fastest plan on several."""
-    settings, tag = job.row.settings(options), f"{job.name}-ours"
+    settings, tag = job.row.settings(options), job.tag
     asked = options.micro_batches or ",".join(map(str, job.row.micro_batches))
     counts = sorted({1, *map(int, asked.split(","))} if job.gpus > 1 else {1})
     command = [sys.executable, "-m", "experiments.gpu.plans", settings.workload, "--tag", tag]
@@ -136,7 +145,7 @@ def run_ours(job: Job, options: Any, folder: Path, limit_s: float) -> Iterator[d
             command += [f"--{name.replace('_', '-')}", str(value)]
     command += ["--budget", options.budget, "--seconds", str(options.seconds / 2)]
     command += ["--out", str(folder)] + ([] if options.plain else ["--fuse"])
-    command += ["--warm"] if options.warm else []
+    command += ["--no-expert"] + (["--warm"] if options.warm else [])
     reason = run_within(command, folder / f"{tag}.log", limit_s)
     written = folder / f"{tag}.json"
     found = json.loads(written.read_text()) if written.exists() else {"rows": [], "captures": []}
@@ -216,7 +225,7 @@ def run_within(command: list[str], log: Path, limit_s: float) -> str | None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=rows.ROOT,
-            env=rows.child_environment(cache, None),
+            env=rows.child_environment(cache, None, log.stem),
         )
         try:
             code = process.wait(limit_s)
@@ -267,7 +276,8 @@ def run_job(job: Job, results: Results, options: Any, folder: Path, end: float) 
     run = run_ours if job.peer == "fused" else run_compiled if job.peer in MODES else run_group
     begin = time.perf_counter()
     try:
-        for result in run(job, options, folder, min(left, options.limit)):
+        limit_s = min(left, options.limit) if options.warm or options.one_by_one else left
+        for result in run(job, options, folder, limit_s):
             spent = round(time.perf_counter() - begin, 1)
             results.add(job, result | {"seconds_in_all": spent})
     except Exception as error:
@@ -289,6 +299,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="ours without fusing")
     parser.add_argument("--warm", action="store_true", help="fill the compiler's caches only")
     parser.add_argument("--workers", type=int, default=4, help="processes at a time, with --warm")
+    parser.add_argument("--one-by-one", action="store_true", help="no job beside another's")
+    parser.add_argument("--ready", type=float, default=240.0, help="turns begin at the latest, s")
+    parser.add_argument("--turn", type=float, default=120.0, help="of the GPUs, at most, s")
     parser.add_argument("--cache", help="folder of the compiler's caches; default: empty ones")
     parser.add_argument("--limit", type=float, default=240.0, help="of one process, s")
     parser.add_argument("--compile-limit", type=float, default=200.0, help="s")
@@ -307,34 +320,49 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def set_environment(options: argparse.Namespace, folder: Path) -> None:
+def set_environment(options: argparse.Namespace, folder: Path, num_jobs: int) -> None:
     """What the processes find in their environment."""
-    workers = options.workers if options.warm else 1
-    threads = max(2, len(os.sched_getaffinity(0)) // workers)
+    threads = max(2, len(os.sched_getaffinity(0)) // processes_at_once(options, num_jobs))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
-    os.environ.setdefault("GPU_LOCK", str(folder / "gpu.lock"))
+    if options.warm or options.one_by_one:
+        os.environ.setdefault("GPU_LOCK", str(folder / "gpu.lock"))
+    else:
+        os.environ["GPU_TURNS"] = str(folder)
     if options.cache:
         os.environ["COMPILE_CACHE"] = options.cache
     if options.commit:
         os.environ["COMMIT"] = options.commit
 
 
+def processes_at_once(options: argparse.Namespace, num_jobs: int) -> int:
+    """How many jobs run at a time."""
+    if options.warm:
+        return int(options.workers)
+    return 1 if options.one_by_one else num_jobs
+
+
 def main() -> None:
-    """Run all jobs: one after another, or with --warm several at a time."""
+    """Run all jobs: at once and timed in turn, one after another, or several to warm up."""
     options = parse()
     end = time.monotonic() + options.deadline
     counts = [int(count) for count in options.gpus.split(",")]
     jobs = make_jobs(options.rows.split(","), options.peers.split(","), counts)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        set_environment(options, folder)
+        set_environment(options, folder, len(jobs))
         head = rows.provenance(options.device.partition(":")[0])
         head |= {"seed": options.seed, "pass": "warm" if options.warm else "time"}
         head |= {"caches": "kept" if options.cache else "empty"}
         results = Results(options.out, head)
-        with ThreadPoolExecutor(options.workers if options.warm else 1) as pool:
-            for job in jobs:
-                pool.submit(run_job, job, results, options, folder, end)
+        with ThreadPoolExecutor(processes_at_once(options, len(jobs))) as pool:
+            jobs_of = {job.tag: job for job in jobs}
+            running = {
+                tag: pool.submit(run_job, job, results, options, folder, end)
+                for tag, job in jobs_of.items()
+            }
+            if "GPU_TURNS" in os.environ:
+                limits_s = options.ready, options.turn
+                give(folder, [*running], lambda tag: running[tag].done(), *limits_s)
 
 
 if __name__ == "__main__":

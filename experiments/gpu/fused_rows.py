@@ -48,20 +48,20 @@ class Row:
 
 
 def _transformer(workload: str, batch: int, optimizer: str = "sgd") -> Row:
-    return Row(workload, "bf16", batch, optimizer, (1, 2, 4), GROUP_PEERS)
+    return Row(workload, "bf16", batch, optimizer, (1, 2), GROUP_PEERS)
 
 
 ROWS = {
     "bert-large-32": _transformer("bert-large", 32),
     "gpt-2-32": _transformer("gpt-2", 32),
-    "gpt-2-8": Row("gpt-2", "bf16", 8),
+    "gpt-2-8": Row("gpt-2", "bf16", 8, micro_batches=(1, 2)),
     "resnet-50": Row("resnet-50", "tf32", 32),
     "nmt-4": Row("nmt-4", "tf32", 64),
     "gnmt-4": Row("gnmt-4", "tf32", 64),
     "llama": _transformer("llama", 8, "adamw"),
-    "vit-b-16": Row("vit-b-16", "bf16", 64),
-    "bert-large-16": Row("bert-large", "bf16", 16),
-    "gpt-2-8-tf32": Row("gpt-2", "tf32", 8),
+    "vit-b-16": Row("vit-b-16", "bf16", 64, micro_batches=(1, 2)),
+    "bert-large-16": Row("bert-large", "bf16", 16, micro_batches=(1, 2)),
+    "gpt-2-8-tf32": Row("gpt-2", "tf32", 8, micro_batches=(1, 2)),
     "rnnlm": Row("rnnlm", "tf32", 64),
     "nmt-2": Row("nmt-2", "tf32", 64),
     "nmt-8": Row("nmt-8", "tf32", 64),

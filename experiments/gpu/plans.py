@@ -15,7 +15,9 @@ import argparse
 import json
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,9 @@ from devplace.auto.candidates import candidates, predicted_ns, singles
 from devplace.auto.costs import HOPPER, price, probed_machine
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
+from devplace.cost import CostTable
+from devplace.cost.process import Child
+from devplace.cost.sources import Source
 from devplace.graph import OpGraph, serialize
 from devplace.graph.capture import capture
 from devplace.kernels.compilers import Compilers
@@ -62,6 +67,34 @@ class Planned(NamedTuple):
     search: placers.Result
 
 
+@dataclass
+class Step:
+    """A workload's step with some number of micro-batches.
+
+    Attributes:
+        count: Micro-batches.
+        graph: Its ops.
+        sources: What it starts from.
+        seconds: What took how long.
+        costs: Once it is priced.
+        single: The plan for one GPU, once it is planned.
+        plans: GPUs -> plans for so many.
+    """
+
+    count: int
+    graph: OpGraph
+    sources: Mapping[int, Source]
+    seconds: dict[str, float]
+    costs: CostTable | None = None
+    single: Plan | None = None
+    plans: dict[int, Planned] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """What is written of it."""
+        seconds = self.seconds
+        return {"micro_batches": self.count, "ops": len(self.graph.ops), "seconds": seconds}
+
+
 class Bench:
     """One workload on this machine."""
 
@@ -79,6 +112,7 @@ class Bench:
         self.kind = self.settings.device_type
         prepare_torch(self.settings)
         self.lock = GpuLock()
+        self.child = Child()
         self.arrays: dict[str, Any] = {}
         self.begin = time.perf_counter()
         self.data: dict[str, Any] = {
@@ -98,23 +132,45 @@ class Bench:
         print(f"[{self.options.tag} {time.perf_counter() - self.begin:.0f}] {text}", flush=True)
 
     def run(self) -> None:
-        """All rows; what fails is written down."""
+        """All rows; what fails is written down. All is made ready before anything is measured, so
+        that the GPUs are asked for twice: for prices and for plans."""
+        counts = [int(count) for count in self.options.micro_batches.split(",")]
+        steps = [s for count in counts if (s := self.attempt(count, self.made_ready, count))]
+        if self.options.warm:
+            self.data["captures"] = [step.facts() for step in steps]
+            self.save()
+            return
+        self.child.start()
         self.lock.acquire()
         probed = probed_machine(detect(cpu_devices=2 if self.kind == "cpu" else None))
         self.machine = calibrated(probed, HOPPER)
-        self.lock.release()
         self.data["probed"] = toml.dumps(probed)
-        for count in map(int, self.options.micro_batches.split(",")):
-            try:
-                self.step(count)
-            except Exception as error:
-                traceback.print_exc()
-                self.data["rows"].append({"micro_batches": count, "error": str(error)[:300]})
-                self.note_planned(count)
+        steps = [s for step in steps if (s := self.attempt(step.count, self.priced, step))]
+        self.child.end()
+        self.lock.release()
+        steps = [s for step in steps if (s := self.attempt(step.count, self.planned, step))]
+        for count in counts:
+            self.note_planned(count)
+        for step in steps:
+            self.meet()
+            self.attempt(step.count, self.measured, step)
+        self.lock.release()
+
+    def attempt(self, count: int, function: Callable[[Any], Step], argument: Any) -> Step | None:
+        """What a function gives; if it fails, that is written down with the number of
+        micro-batches."""
+        try:
+            return function(argument)
+        except Exception as error:
+            traceback.print_exc()
+            self.data["rows"].append({"micro_batches": count, "error": str(error)[:300]})
+            self.note_planned(count)
+            return None
+        finally:
             self.save()
 
-    def step(self, count: int) -> None:
-        """Rows of the step with this number of micro-batches."""
+    def made_ready(self, count: int) -> Step:
+        """The step with this number of micro-batches, captured, its kernels compiled."""
         begin = time.perf_counter()
         is_new = self.options.fuse and not any_compiled(self.kind)
         with Compilers() if is_new else nullcontext() as compilers:  # they load torch meanwhile
@@ -123,23 +179,22 @@ class Bench:
             gpus = [f"cuda:{k}" for k in range(max(map(int, self.options.gpus.split(","))))]
             devices = gpus if self.kind == "cuda" else ["cpu"]
             done = prepare(graph, devices, compilers=compilers)
-        self.sources = step_sources(
-            graph, self.workload.model, self.optimizer, self.workload.inputs
-        )
+        sources = step_sources(graph, self.workload.model, self.optimizer, self.workload.inputs)
         seconds["kernels"] = done.seconds
-        self.say(f"{done}")
-        if self.options.warm:
-            self.data["captures"].append({"micro_batches": count, "seconds": seconds})
-            return
-        self.lock.acquire()
+        self.say(f"{count}: {done}")
+        return Step(count, graph, sources, seconds)
+
+    def priced(self, step: Step) -> Step:
+        """The step with measured prices, which are kept."""
         begin = time.perf_counter()
         skipped = ("cpu:0",) if self.kind == "cuda" else ()
-        costs = price(graph, self.machine, skipped, HOPPER.kernel_gap_ns)
-        seconds["profile"] = time.perf_counter() - begin
-        self.lock.release()
-        self.say(f"{len(graph.ops)} ops, {seconds}, notes {costs.notes}")
-        self.graph, self.costs, self.count = graph, costs, count
-        self.arrays[f"{count}.graph"] = np.frombuffer(serialize.to_json(graph), np.uint8)
+        gap_ns = HOPPER.kernel_gap_ns
+        costs = price(step.graph, self.machine, skipped, gap_ns, child=self.child)
+        step.costs = costs
+        step.seconds["profile"] = time.perf_counter() - begin
+        self.say(f"{len(step.graph.ops)} ops, {step.seconds}, notes {costs.notes}")
+        count = step.count
+        self.arrays[f"{count}.graph"] = np.frombuffer(serialize.to_json(step.graph), np.uint8)
         self.arrays[f"{count}.costs"] = costs.compute_ns
         if costs.kernels is not None:
             self.arrays[f"{count}.kernels"] = costs.kernels
@@ -149,19 +204,27 @@ class Bench:
             self.arrays[f"{count}.usual"] = np.array(usual, np.int32).reshape(-1, 2)
             self.arrays[f"{count}.warm"] = costs.caching.warm_ns
             self.arrays[f"{count}.cold"] = costs.caching.cold_ns
-        single = singles(self.problem(1), {})[0]
+        return step
+
+    def planned(self, step: Step) -> Step:
+        """The step with its plans for one GPU and for several."""
+        step.single = singles(self.problem(step, 1), {})[0].plan
         counts = [int(used) for used in self.options.gpus.split(",") if int(used) > 1]
-        planned = {used: self.plan(used, seconds) for used in counts}
-        self.meet()
-        self.measure("one graph", 1, single.plan)
-        for used, plans in planned.items():
-            self.several(used, plans, seconds)
-        if count == int(self.options.micro_batches.split(",")[-1]) and self.options.placements:
-            used = max(counts)
-            self.perturbed(self.problem(used), planned[used].search.plan, used)
-        self.data["captures"].append(
-            {"micro_batches": count, "ops": len(graph.ops), "seconds": seconds}
-        )
+        step.plans = {used: self.plan(step, used) for used in counts}
+        return step
+
+    def measured(self, step: Step) -> Step:
+        """The step with all its plans timed."""
+        assert step.single is not None
+        self.measure(step, "one graph", 1, step.single)
+        for used, plans in step.plans.items():
+            self.several(step, used, plans)
+        last = int(self.options.micro_batches.split(",")[-1])
+        if step.count == last and self.options.placements:
+            used = max(step.plans)
+            self.perturbed(step, step.plans[used].search.plan, used)
+        self.data["captures"].append(step.facts())
+        return step
 
     def captured(self, count: int) -> OpGraph:
         """The step of a fresh model with this number of micro-batches."""
@@ -186,15 +249,15 @@ class Bench:
             found["stack_gradients"] = self.options.stack_gradients
         return found
 
-    def plan(self, used: int, seconds: dict[str, float]) -> Planned:
+    def plan(self, step: Step, used: int) -> Planned:
         """The expert's split, if there is one, and a search on this many GPUs."""
-        problem = self.problem(used)
+        problem = self.problem(step, used)
         expert = None
-        if not placers.Layers().supports(problem):
+        if self.options.expert and not placers.Layers().supports(problem):
             expert = placers.place(problem, placers.Layers(), allow_infeasible=True)
         begin = time.perf_counter()
         search = placers.place(problem, placers.Search(), self.options.budget, 0)
-        seconds[f"search {used}"] = time.perf_counter() - begin
+        step.seconds[f"search {used}"] = time.perf_counter() - begin
         self.say(
             f"{used} GPUs: {search.step_ns / 1e6:.2f} ms after {search.evaluations} evaluations,"
             f" bound {search.bound.step_ns / 1e6:.2f}"
@@ -203,7 +266,6 @@ class Bench:
 
     def meet(self) -> None:
         """Wait until so many processes are through with planning: the machine is quiet then."""
-        self.note_planned(self.count)
         while len([*Path(self.options.out).glob("*.planned")]) < self.options.together:
             time.sleep(0.5)
 
@@ -213,35 +275,35 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.options.tag}.{count}.planned").touch()
 
-    def several(self, used: int, planned: Planned, seconds: dict[str, float]) -> None:
+    def several(self, step: Step, used: int, planned: Planned) -> None:
         """Measure the plans for this many GPUs."""
         if planned.expert is not None:
-            self.measure("layers", used, planned.expert.plan)
+            self.measure(step, "layers", used, planned.expert.plan)
         search = planned.search
         begin = time.perf_counter()
         tried = [c for c in candidates(search) if not c.is_single][: self.options.best]
         if not tried:  # on one GPU
             return
-        times = [self.measure(c.name, used, c.plan, search.bound.step_ns) for c in tried]
+        times = [self.measure(step, c.name, used, c.plan, search.bound.step_ns) for c in tried]
         fastest = times.index(min(times))
         if fastest:  # measured again: the least of several times is too small
-            self.measure("confirmed", used, tried[fastest].plan, search.bound.step_ns)
-        seconds[f"confirm {used}"] = time.perf_counter() - begin
+            self.measure(step, "confirmed", used, tried[fastest].plan, search.bound.step_ns)
+        step.seconds[f"confirm {used}"] = time.perf_counter() - begin
 
-    def problem(self, used: int) -> Problem:
+    def problem(self, step: Step, used: int) -> Problem:
         """The step on the first so many GPUs."""
         keep = {f"{self.kind}:{k}" for k in range(used)}
         outside = [name for name in self.machine.device_names if name not in keep]
-        return Problem(self.graph, self.machine, self.costs, exclude=outside)
+        return Problem(step.graph, self.machine, step.costs, exclude=outside)
 
-    def measure(self, name: str, used: int, plan: Plan, bound_ns: int = 0) -> float:
+    def measure(self, step: Step, name: str, used: int, plan: Plan, bound_ns: int = 0) -> float:
         """Time a plan and keep it; gives its time, ns, or infinity if it did not run."""
-        key = f"{self.count}.{used}.{name}"
+        key = f"{step.count}.{used}.{name}"
         row: dict[str, Any] = {
-            "micro_batches": self.count,
+            "micro_batches": step.count,
             "name": name,
             "gpus": used,
-            "predicted_ns": predicted_ns(self.problem(used), plan),
+            "predicted_ns": predicted_ns(self.problem(step, used), plan),
             "predicted_peak": plan.predicted.peak_bytes,
             "bound_ns": bound_ns,
         }
@@ -250,11 +312,11 @@ class Bench:
         begin = time.perf_counter()
         try:
             timing = time_plan(
-                self.graph,
+                step.graph,
                 plan.placement,
                 plan.order,
                 plan.device_names,
-                self.sources,
+                step.sources,
                 self.options.seconds,
                 warm_up_s=WARM_UP_S,
             )
@@ -271,10 +333,9 @@ class Bench:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
         else:
             if self.options.trace and name in TRACED:
-                self.trace(key, plan, used)
+                self.trace(step, key, plan, used)
         finally:
             torch.cuda.empty_cache()
-            self.lock.release()
         self.data["rows"].append(row)
         self.arrays[f"{key}.placement"] = np.array(plan.placement, np.int8)
         for device, order in enumerate(plan.order):
@@ -284,12 +345,12 @@ class Bench:
         self.save()
         return float(row.get("measured_ns", "inf"))
 
-    def trace(self, key: str, plan: Plan, used: int) -> None:
+    def trace(self, step: Step, key: str, plan: Plan, used: int) -> None:
         """Keep when everything happened in one step, and say where it differs from the plan."""
-        schedule = make_schedule(self.graph, plan.placement, plan.order, plan.device_names)
+        schedule = make_schedule(step.graph, plan.placement, plan.order, plan.device_names)
         executor = make_executor(schedule, 0, waits=False)
         try:
-            fill(executor, self.sources)
+            fill(executor, step.sources)
             for number in range(1, 4):
                 executor.step(number)
             timeline = executor.step(4, is_timed=True).timeline
@@ -297,7 +358,7 @@ class Bench:
             executor.close()
         assert timeline is not None
         planned = simulate_in_order(
-            self.problem(used), Placement(np.array(plan.placement, np.int32)), plan.order
+            self.problem(step, used), Placement(np.array(plan.placement, np.int32)), plan.order
         )
         found = deviations(planned, timeline, schedule.transfers)
         self.data.setdefault("deviations", {})[key] = found.as_json(most=8)
@@ -310,10 +371,11 @@ class Bench:
             f"{key}.trace.transfer_finish": timeline.transfer_finish_ns,
         }
 
-    def perturbed(self, problem: Problem, plan: Plan, used: int) -> None:
+    def perturbed(self, step: Step, plan: Plan, used: int) -> None:
         """Placements near the best one and far from it."""
+        problem = self.problem(step, used)
         rng = np.random.default_rng(0)
-        modules = [op.module.rpartition(".")[0] or op.module for op in self.graph.ops]
+        modules = [op.module.rpartition(".")[0] or op.module for op in step.graph.ops]
         names = sorted(set(modules))
         of_op = np.array([names.index(module) for module in modules])
         devices = np.array(placers.groups.accelerators(problem), np.int32)
@@ -326,7 +388,7 @@ class Bench:
             groups = by_vote(problem, wish[tasks], mean_duration_ns(problem))
             fixed = _Fixed(Placement(op_devices(problem, groups)))
             found = placers.place(problem, fixed, allow_infeasible=True)
-            self.measure(f"random {number}", used, found.plan)
+            self.measure(step, f"random {number}", used, found.plan)
 
     def save(self) -> None:
         """Write everything so far."""
@@ -370,6 +432,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="2,4")
     parser.add_argument("--budget", default="30s")
     parser.add_argument("--placements", type=int, default=0)
+    parser.add_argument("--no-expert", dest="expert", action="store_false", help="searched only")
     parser.add_argument("--best", type=int, default=2, help="plans of a search to measure")
     parser.add_argument(
         "--together", type=int, default=1, help="processes that plan before any measures"

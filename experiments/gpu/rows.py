@@ -160,7 +160,7 @@ def run_child(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env=child_environment(cache, gpu),
+            env=child_environment(cache, gpu, out.stem),
         )
         try:
             reason = _watch(process, phase_file(out), limits_s)
@@ -187,8 +187,9 @@ def cache_folder() -> Iterator[str]:
         yield cache
 
 
-def child_environment(cache: str, gpu: int | None) -> dict[str, str]:
-    """Few threads a process, and the compiler's caches."""
+def child_environment(cache: str, gpu: int | None, name: str) -> dict[str, str]:
+    """Few threads a process, the compiler's caches, and where turns are given, in the folder that
+    GPU_TURNS names, this process's name there."""
     changes = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -200,6 +201,8 @@ def child_environment(cache: str, gpu: int | None) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TRITON_CACHE_DIR": str(Path(cache) / "triton"),
     }
+    if "GPU_TURNS" in os.environ:
+        changes["GPU_TURN"] = str(Path(os.environ["GPU_TURNS"], name))
     if gpu is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         changes["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)

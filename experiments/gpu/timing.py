@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from experiments.gpu.turns import Turn
 
 WARM_UP = 4
 WARM_UP_S = 1.0
@@ -23,25 +24,33 @@ class GpuLock:
     """The right to use the GPUs alone, among all processes given the same file.
 
     The file is named by the environment variable GPU_LOCK; without it nothing is locked. The
-    system releases the lock when its holder ends, however it ends. Each GPU is fed by a thread of
+    system releases the lock when its holder ends, however it ends. Where GPU_TURN names a file,
+    turns are given by another process instead, see `turns`. Each GPU is fed by a thread of
     its own, so where GPU_CORES lists cores (`24,25,26`) that nothing else uses, the holder's thread
     and those it starts run there.
     """
 
     def __init__(self) -> None:
         self._path = os.environ.get("GPU_LOCK")
+        turn = os.environ.get("GPU_TURN")
+        self._turn = Turn(turn) if turn else None
         self._cores = {int(core) for core in os.environ.get("GPU_CORES", "").split(",") if core}
         self._own: set[int] = set()
         self._file: Any = None
+        self._has_turn = False
 
     @property
     def is_held(self) -> bool:
         """Whether this process holds the lock."""
-        return self._file is not None
+        return self._file is not None or self._has_turn
 
     def acquire(self) -> None:
         """Wait until no other process measures; does nothing if the lock is held already."""
-        if self._path is not None and self._file is None:
+        if self._turn is not None:
+            if not self._has_turn:
+                self._turn.take()
+                self._has_turn = True
+        elif self._path is not None and self._file is None:
             self._file = open(self._path, "a")  # noqa: SIM115 (open as long as the lock is held)
             fcntl.flock(self._file, fcntl.LOCK_EX)
             if self._cores:
@@ -50,6 +59,9 @@ class GpuLock:
 
     def release(self) -> None:
         """Let others measure."""
+        if self._turn is not None and self._has_turn:
+            self._turn.end()
+            self._has_turn = False
         if self._file is not None:
             if self._own:
                 os.sched_setaffinity(0, self._own)
