@@ -74,7 +74,8 @@ class Job:
 
 
 def make_jobs(names: list[str], peers: list[str], counts: list[int]) -> list[Job]:
-    """The jobs in their order: row by row, and those whose compiler tries much at the end."""
+    """The jobs in their order: row by row, then groups of processes, then those whose compiler
+    tries much."""
     jobs = []
     for name in names:
         several = max(counts)
@@ -85,7 +86,7 @@ def make_jobs(names: list[str], peers: list[str], counts: list[int]) -> list[Job
                 jobs.append(Job(name, peer, 1))
             elif peer in ROWS[name].peers and several > 1:
                 jobs.append(Job(name, peer, several))
-    return sorted(jobs, key=lambda job: job.peer == "autotune")
+    return sorted(jobs, key=lambda job: (job.peer == "autotune", job.peer in TRIED))
 
 
 def figures(rounds_ms: list[float]) -> dict[str, Any]:
