@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -69,7 +70,8 @@ def _other_values(tree: Any, rng: random.Random) -> bytes:
         elif kind == 2 and isinstance(owner, dict):
             owner[rng.choice(("", "x", "-1", "0", "\x1b[m", "1e9"))] = owner.pop(key)
         elif kind == 3 and isinstance(owner[key], int | float):
-            owner[key] = owner[key] * rng.choice((-1, 2, 10**6, 10**18, 0.1))
+            with contextlib.suppress(OverflowError):  # whole, and too large for a float
+                owner[key] = owner[key] * rng.choice((-1, 2, 10**6, 10**18, 0.1))
         else:
             owner[key] = rng.choice(VALUES)
     try:

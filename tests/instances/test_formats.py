@@ -93,6 +93,7 @@ def broken_tarnawski():
     yield files.tarnawski(nodes=[node], edges=[edge]), "edges[0].sourceId", "no node 7"
     yield files.tarnawski(maxFPGAs=-1), "maxFPGAs", "-1"
     yield files.tarnawski(maxFPGAs=1.5), "$.maxFPGAs", "int"
+    yield files.tarnawski(nodes=[{**node, "id": 10**400}], edges=[]), "$.nodes[0].id", "int"
     uneven = [edge, {**edge, "destId": 5, "cost": 0.5}]
     yield files.tarnawski(edges=uneven), "edges[1].cost", "0.25 and 0.5"
     circle = [edge, {"sourceId": 3, "destId": 7, "cost": 1}]
@@ -120,6 +121,7 @@ def broken_piper():
     yield files.piper(maxDevices=0), "maxDevices", "0"
     yield files.piper(bandwidth=0), "bandwidth", "above 0"
     yield files.piper(mbsInBatch=0), "mbsInBatch", "0"
+    yield files.piper(mbsInBatch=10**400), "$.mbsInBatch", "<= 9223372036854775807"
     lone = {"id": 0, "TMPCs": {"1": [files.variant()]}}
     yield files.piper(nodes=[lone, {"id": 1, "TMPCs": {}}]), "syncTimeBw", "edge with node 1"
     yield files.piper(nodes=[lone], edges=[]).replace('"1"', '"one"'), "'one'", "number of devices"

@@ -284,6 +284,7 @@ def run(training: Training, count: int, seed: int, steps: int, placed: Any = Non
     placed = placed or gpus.at_random(training.graph, count, count)
     step = compiled(training, count, placed, seed)
     losses = [float(step(*training.batch)) for _ in range(steps)]
+    step.load()  # the model's values are wanted, not the step's
     step.close()
     return losses
 

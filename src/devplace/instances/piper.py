@@ -11,7 +11,14 @@ import re
 import msgspec
 
 from devplace.instances.records import About, Variant, VariantInstance, VariantNode
-from devplace.instances.text import at_most_devices, check_acyclic, decode, fail, not_negative
+from devplace.instances.text import (
+    Whole,
+    at_most_devices,
+    check_acyclic,
+    decode,
+    fail,
+    not_negative,
+)
 
 SOURCE = "Tarnawski, Narayanan, Phanishayee (2021), Piper, NeurIPS 2021"
 
@@ -29,22 +36,22 @@ class _Variant(msgspec.Struct):
 
 
 class _Node(msgspec.Struct):
-    id: int
+    id: Whole
     TMPCs: dict[str, list[_Variant]]
     name: str = ""
 
 
 class _Edge(msgspec.Struct):
-    sourceId: int  # noqa: N815
-    destId: int  # noqa: N815
+    sourceId: Whole  # noqa: N815
+    destId: Whole  # noqa: N815
     communicationCost: float  # noqa: N815
 
 
 class _File(msgspec.Struct):
     maxMemoryPerDevice: float  # noqa: N815
-    maxDevices: int  # noqa: N815
+    maxDevices: Whole  # noqa: N815
     bandwidth: float
-    mbsInBatch: int  # noqa: N815
+    mbsInBatch: Whole  # noqa: N815
     nodes: list[_Node]
     edges: list[_Edge]
 

@@ -14,39 +14,46 @@ from __future__ import annotations
 import msgspec
 
 from devplace.instances.records import About, LoadInstance, LoadNode
-from devplace.instances.text import at_most_devices, check_acyclic, decode, fail, not_negative
+from devplace.instances.text import (
+    Whole,
+    at_most_devices,
+    check_acyclic,
+    decode,
+    fail,
+    not_negative,
+)
 
 SOURCE = "Tarnawski et al. (2020), arXiv 2006.16423"
 _SAME_COST = 1e-6
 
 
 class _Node(msgspec.Struct):
-    id: int
+    id: Whole
     cpuLatency: float  # noqa: N815
     fpgaLatency: float  # noqa: N815
     supportedOnFpga: bool | int = True  # noqa: N815
     size: float = 0.0
     isBackwardNode: bool | int = False  # noqa: N815
-    colorClass: int | None = None  # noqa: N815
+    colorClass: Whole | None = None  # noqa: N815
     name: str | int | None = None
 
 
 class _Edge(msgspec.Struct):
-    sourceId: int  # noqa: N815
-    destId: int  # noqa: N815
+    sourceId: Whole  # noqa: N815
+    destId: Whole  # noqa: N815
     cost: float
 
 
 class _File(msgspec.Struct):
     maxSizePerFPGA: float  # noqa: N815
-    maxFPGAs: int  # noqa: N815
-    maxCPUs: int  # noqa: N815
+    maxFPGAs: Whole  # noqa: N815
+    maxCPUs: Whole  # noqa: N815
     nodes: list[_Node]
     edges: list[_Edge]
 
 
 class _Share(msgspec.Struct):
-    nodes: list[int]
+    nodes: list[Whole]
 
 
 class _Split(msgspec.Struct):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
 
@@ -14,6 +14,8 @@ from devplace.files import read_whole
 T = TypeVar("T")
 LARGEST, LEAST = 10**30, 1e-30
 MOST_DEVICES = 10**6
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A whole number of a file: JSON has no largest one, floats and our arrays have."""
 
 
 def read_text(path: str | Path) -> str:

@@ -120,8 +120,19 @@ def test_a_checkpoint_of_something_else_is_refused(content: bytes | str, tmp_pat
         lambda text: text.replace("entropy", "seconds"),
         lambda text: text.replace("entropy", "other"),
         lambda text: "\udcff" + text,
+        lambda text: "\n" * 100,
     ],
-    ids=["empty", "no-rows", "cut", "no-number", "short", "twice", "other-columns", "not-utf8"],
+    ids=[
+        "empty",
+        "no-rows",
+        "cut",
+        "no-number",
+        "short",
+        "twice",
+        "other-columns",
+        "not-utf8",
+        "blank",
+    ],
 )
 def test_damaged_curves_are_named(change: Callable[[str], str], tmp_path: Path) -> None:
     """Rows that a checkpoint counts on must be there, whole, and numbers."""

@@ -79,7 +79,7 @@ def _read(path: Path, kept: int) -> list[list[str]]:
         raise _damaged(path, str(error)) from error
     if len(rows) <= kept or not lines[-1].endswith("\n"):
         raise _damaged(path, f"it has fewer whole rows than the {kept} of the checkpoint")
-    if not all(rows[0]) or len(set(rows[0])) < len(rows[0]):
+    if not rows[0] or not all(rows[0]) or len(set(rows[0])) < len(rows[0]):
         raise _damaged(path, f"its columns are {rows[0]}")
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(rows[0]) or not all(not cell or _is_number(cell) for cell in row):

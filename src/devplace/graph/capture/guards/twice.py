@@ -292,10 +292,10 @@ def _seeds(where: str) -> CaptureError:
 def _identity(tensor: torch.Tensor) -> Any:
     """What tells a tensor from outside from others: its value if it is small or not torch's."""
     with _disable_current_modes():
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        if tensor.layout != torch.strided or tensor.is_meta:
             return id(tensor)
         if tensor.numel() <= _MOST_NUMBERS or not tensor.untyped_storage().resizable():
-            values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            shape = tuple(tensor.shape)
-            return shape, repr(tensor.dtype), values.view(torch.uint8).numpy().tobytes()
+            values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            about = tuple(tensor.shape), repr(tensor.dtype), str(tensor.device)
+            return *about, values.view(torch.uint8).numpy().tobytes()
     return id(tensor)
