@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from experiments.gpu.kernels import kernel_times
 from experiments.gpu.timing import peaks, reset_peaks, time_steps
 from experiments.gpu.training import Settings, bound_loss, build, make_optimizer, prepare_torch
 
@@ -82,11 +83,15 @@ class Row:
 
     Attributes:
         compile_s: Seconds that each compiled function took before its first run.
+        shows_kernels: Whether `timed` gives the time of each kernel, too.
     """
 
-    def __init__(self, settings: Settings, progress: rows.Progress, mode: str) -> None:
+    def __init__(
+        self, settings: Settings, progress: rows.Progress, mode: str, shows_kernels: bool
+    ) -> None:
         prepare_torch(settings)
         self.settings = settings
+        self.shows_kernels = shows_kernels
         self.devices = settings.devices()[:1]
         self.compile_s: list[float] = []
         self._progress = progress
@@ -128,7 +133,8 @@ class Row:
 
         reset_peaks(self.devices)
         times = time_steps(step, self.devices, self.settings.seconds, self.settings.steps)
-        return times | peaks(self.devices)
+        most = peaks(self.devices)
+        return times | most | (kernel_times(step, self.devices) if self.shows_kernels else {})
 
 
 def measure(
@@ -138,7 +144,7 @@ def measure(
     the GPUs it keeps them."""
     choose_alone(progress)
     progress.phase("compile")
-    row = Row(settings, progress, options.mode)
+    row = Row(settings, progress, options.mode, options.kernels)
     optimizer = row.optimizer()
     first = row.timed(optimizer, optimizer.step)
     found = {"mode": options.mode, "update": "eager", "compile_s": row.compile_s[0]}
@@ -148,8 +154,8 @@ def measure(
     def keep(name: str, times: dict[str, Any]) -> None:
         updates[name] = median(times["rounds_ms"])
         if updates[name] < median(found["rounds_ms"]):
-            kept = ("step_ms", "mean_ms", "rounds_ms", "steps")
-            found.update({"update": name} | {key: times[key] for key in kept})
+            kept = ("step_ms", "mean_ms", "rounds_ms", "steps", "us_by_kind", "kernels")
+            found.update({"update": name} | {key: times[key] for key in kept if key in times})
 
     def write() -> dict[str, Any]:
         done = found | {"updates_ms": updates}
@@ -176,8 +182,9 @@ def measure(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The compiler's mode."""
+    """The compiler's mode, and what else is wanted."""
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
+    parser.add_argument("--kernels", action="store_true", help="time every kernel, too")
 
 
 if __name__ == "__main__":

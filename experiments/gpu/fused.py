@@ -2,8 +2,9 @@
 parts: each row by each peer in a process of its own, which has the GPUs alone when it is timed.
 
 Every result is one line of JSON in FOLDER/fused.jsonl, written when it is there. A process that
-takes too long is killed and costs only its own row. All are started at once, get ready side by
-side, and are timed in turn; with --one-by-one one starts when the last has ended. With --warm
+takes too long is killed and costs only its own row. Those of one process are started at once, get
+ready side by side, and are timed in turn; then come groups of processes, one after another, as all
+do with --one-by-one. With --warm
 nothing is timed: several processes at a time fill the compiler's caches (--cache), which a later
 call finds.
 
@@ -23,15 +24,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from experiments.gpu.fused_rows import ROWS, TRIED, Row
-from experiments.gpu.turns import give
+from experiments.gpu.turns import Turns
 
 from experiments.gpu import rows
 
@@ -43,7 +44,7 @@ LOG_LINES = 12
 TAKEN = (
     *("mode", "update", "updates_ms", "compile_s", "update_compile_s", "graphs", "graph_breaks"),
     *("cudagraph_skips", "peak_bytes", "reserved_bytes", "first_loss", "last_loss", "reason"),
-    *("unfinished", "status"),
+    *("unfinished", "status", "us_by_kind", "kernels"),
 )
 """What is kept of the rows of other experiments."""
 
@@ -74,8 +75,8 @@ class Job:
 
 
 def make_jobs(names: list[str], peers: list[str], counts: list[int]) -> list[Job]:
-    """The jobs in their order: row by row, then groups of processes, then those whose compiler
-    tries much."""
+    """The jobs in their order: row by row, then those whose compiler tries much, then groups of
+    processes."""
     jobs = []
     for name in names:
         several = max(counts)
@@ -86,7 +87,7 @@ def make_jobs(names: list[str], peers: list[str], counts: list[int]) -> list[Job
                 jobs.append(Job(name, peer, 1))
             elif peer in ROWS[name].peers and several > 1:
                 jobs.append(Job(name, peer, several))
-    return sorted(jobs, key=lambda job: (job.peer == "autotune", job.peer in TRIED))
+    return sorted(jobs, key=lambda job: (job.peer in TRIED, job.peer == "autotune"))
 
 
 def figures(rounds_ms: list[float]) -> dict[str, Any]:
@@ -104,6 +105,7 @@ def figures(rounds_ms: list[float]) -> dict[str, Any]:
 def run_compiled(job: Job, options: Any, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """torch.compile on one GPU."""
     mode = ["--mode", MODES[job.peer], "--compile-limit", str(options.compile_limit)]
+    mode += ["--kernels"] if options.kernels else []
     yield kept(job.peer, _measured("compiled", job, options, folder, mode, limit_s))
 
 
@@ -147,6 +149,7 @@ def run_ours(job: Job, options: Any, folder: Path, limit_s: float) -> Iterator[d
     command += ["--budget", options.budget, "--seconds", str(options.seconds / 2)]
     command += ["--out", str(folder)] + ([] if options.plain else ["--fuse"])
     command += ["--no-expert"] + (["--warm"] if options.warm else [])
+    command += ["--kernels"] if options.kernels else []
     reason = run_within(command, folder / f"{tag}.log", limit_s)
     written = folder / f"{tag}.json"
     found = json.loads(written.read_text()) if written.exists() else {"rows": [], "captures": []}
@@ -204,6 +207,7 @@ def of_plan(row: dict[str, Any]) -> dict[str, Any]:
         "reserved_bytes": list(row["peak"].values()),
         "predicted_peak_bytes": row["predicted_peak"],
         "compile_s": round(row.get("seconds", 0.0), 1),
+        **{key: row[key] for key in ("us_by_kind", "kernels") if key in row},
     }
 
 
@@ -300,6 +304,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="ours without fusing")
     parser.add_argument("--warm", action="store_true", help="fill the compiler's caches only")
     parser.add_argument("--workers", type=int, default=4, help="processes at a time, with --warm")
+    parser.add_argument("--kernels", action="store_true", help="on one GPU time every kernel, too")
     parser.add_argument("--one-by-one", action="store_true", help="no job beside another's")
     parser.add_argument("--ready", type=float, default=240.0, help="turns begin at the latest, s")
     parser.add_argument("--turn", type=float, default=120.0, help="of the GPUs, at most, s")
@@ -321,49 +326,58 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def set_environment(options: argparse.Namespace, folder: Path, num_jobs: int) -> None:
+def set_environment(options: argparse.Namespace, folder: Path, at_once: int) -> None:
     """What the processes find in their environment."""
-    threads = max(2, len(os.sched_getaffinity(0)) // processes_at_once(options, num_jobs))
+    threads = max(2, len(os.sched_getaffinity(0)) // at_once)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
-    if options.warm or options.one_by_one:
-        os.environ.setdefault("GPU_LOCK", str(folder / "gpu.lock"))
-    else:
-        os.environ["GPU_TURNS"] = str(folder)
+    os.environ.setdefault("GPU_LOCK", str(folder / "gpu.lock"))
     if options.cache:
         os.environ["COMPILE_CACHE"] = options.cache
     if options.commit:
         os.environ["COMMIT"] = options.commit
 
 
-def processes_at_once(options: argparse.Namespace, num_jobs: int) -> int:
-    """How many jobs run at a time."""
-    if options.warm:
-        return int(options.workers)
-    return 1 if options.one_by_one else num_jobs
+def run_in_turn(
+    jobs: list[Job],
+    submit: Callable[[Job], Future[None]],
+    options: argparse.Namespace,
+    folder: Path,
+) -> None:
+    """All get ready side by side, and have the GPUs in turn."""
+    os.environ["GPU_TURNS"] = str(folder)
+    running = {job.tag: submit(job) for job in jobs}
+    turns = Turns(folder, [*running], lambda tag: running[tag].done(), options.turn)
+    turns.give(options.ready)
+    del os.environ["GPU_TURNS"]
 
 
 def main() -> None:
-    """Run all jobs: at once and timed in turn, one after another, or several to warm up."""
+    """Run all jobs: at once and timed in turn, one after another, or several to warm up. Groups of
+    processes always run one after another: getting ready they wait for each other on the GPUs."""
     options = parse()
     end = time.monotonic() + options.deadline
     counts = [int(count) for count in options.gpus.split(",")]
     jobs = make_jobs(options.rows.split(","), options.peers.split(","), counts)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        set_environment(options, folder, len(jobs))
+        single = [job for job in jobs if job.peer not in TRIED]
+        in_turn = not (options.warm or options.one_by_one or not single)
+        at_once = options.workers if options.warm else len(single) if in_turn else 1
+        set_environment(options, folder, at_once)
         head = rows.provenance(options.device.partition(":")[0])
         head |= {"seed": options.seed, "pass": "warm" if options.warm else "time"}
         head |= {"caches": "kept" if options.cache else "empty"}
         results = Results(options.out, head)
-        with ThreadPoolExecutor(processes_at_once(options, len(jobs))) as pool:
-            jobs_of = {job.tag: job for job in jobs}
-            running = {
-                tag: pool.submit(run_job, job, results, options, folder, end)
-                for tag, job in jobs_of.items()
-            }
-            if "GPU_TURNS" in os.environ:
-                limits_s = options.ready, options.turn
-                give(folder, [*running], lambda tag: running[tag].done(), *limits_s)
+
+        def run(job: Job) -> None:
+            run_job(job, results, options, folder, end)
+
+        if in_turn:
+            with ThreadPoolExecutor(at_once) as pool:
+                run_in_turn(single, lambda job: pool.submit(run, job), options, folder)
+            jobs = [job for job in jobs if job.peer in TRIED]
+        with ThreadPoolExecutor(options.workers if options.warm else 1) as pool:
+            list(pool.map(run, jobs))
 
 
 if __name__ == "__main__":

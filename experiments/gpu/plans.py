@@ -12,6 +12,7 @@ Run: `python -m experiments.gpu.plans WORKLOAD --out FOLDER [--number-format bf1
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 import traceback
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from experiments.gpu.kernels import kernel_times
 from experiments.gpu.timing import WARM_UP_S, GpuLock
 from experiments.gpu.training import (
     FORMATS,
@@ -334,6 +336,8 @@ class Bench:
         else:
             if self.options.trace and name in TRACED:
                 self.trace(step, key, plan, used)
+            if self.options.kernels and name == "one graph":
+                row |= self.kernels(step, plan)
         finally:
             torch.cuda.empty_cache()
         self.data["rows"].append(row)
@@ -344,6 +348,18 @@ class Bench:
         self.say(f"{key}: predicted {row['predicted_ns'] / 1e6:.2f}, measured {measured:.2f} ms")
         self.save()
         return float(row.get("measured_ns", "inf"))
+
+    def kernels(self, step: Step, plan: Plan) -> dict[str, Any]:
+        """Time of each kernel of a plan."""
+        schedule = make_schedule(step.graph, plan.placement, plan.order, plan.device_names)
+        executor = make_executor(schedule, 0, waits=False)
+        try:
+            fill(executor, step.sources)
+            number = itertools.count(1).__next__
+            devices = [torch.device(name) for name in plan.device_names if self.kind in name]
+            return kernel_times(lambda: executor.step(number()), devices)
+        finally:
+            executor.close()
 
     def trace(self, step: Step, key: str, plan: Plan, used: int) -> None:
         """Keep when everything happened in one step, and say where it differs from the plan."""
@@ -442,6 +458,7 @@ def main() -> None:
     parser.add_argument("--fuse", action="store_true", help="fuse ops")
     parser.add_argument("--stack-inputs", action="store_true", help="join products of inputs")
     parser.add_argument("--warm", action="store_true", help="only capture and compile")
+    parser.add_argument("--kernels", action="store_true", help="time every kernel on one GPU")
     parser.add_argument("--trace", action="store_true", help="time every op of some plans")
     options = parser.parse_args()
     options.tag = options.tag or f"{options.workload}-{options.number_format}"

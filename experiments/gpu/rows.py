@@ -68,7 +68,7 @@ class Progress:
         if self._lock.is_held:
             yield
             return
-        self._lock.acquire()
+        self._lock.acquire(is_ready=False)
         try:
             yield
         finally:

@@ -44,11 +44,15 @@ class GpuLock:
         """Whether this process holds the lock."""
         return self._file is not None or self._has_turn
 
-    def acquire(self) -> None:
-        """Wait until no other process measures; does nothing if the lock is held already."""
+    def acquire(self, is_ready: bool = True) -> None:
+        """Wait until no other process measures; does nothing if the lock is held already.
+
+        Args:
+            is_ready: Whether it is to measure; otherwise it still gets ready and is soon through.
+        """
         if self._turn is not None:
             if not self._has_turn:
-                self._turn.take()
+                self._turn.take(is_ready)
                 self._has_turn = True
         elif self._path is not None and self._file is None:
             self._file = open(self._path, "a")  # noqa: SIM115 (open as long as the lock is held)

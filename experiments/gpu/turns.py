@@ -1,7 +1,8 @@
 """Turns on the GPUs: processes get ready side by side, then each uses the GPUs alone.
 
 One process gives the turns. A process asks for its turn with a file, `NAME.wanted`, waits for
-`NAME.given`, and ends its turn by removing that file or by its own end.
+`NAME.given`, and ends its turn by removing that file or by its own end. Who is not ready yet may
+ask for a short turn, to try kernels while it compiles.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class Turn:
     def __init__(self, path: str) -> None:
         self._wanted, self._given = Path(path + ".wanted"), Path(path + ".given")
 
-    def take(self) -> None:
-        """Wait for a turn."""
+    def take(self, is_ready: bool = True) -> None:
+        """Wait for a turn: one to measure, or a short one while getting ready."""
         part = self._wanted.with_suffix(".part")
-        part.write_text(str(os.getpid()))
+        part.write_text(f"{os.getpid()} {'ready' if is_ready else 'short'}")
         part.replace(self._wanted)
         while not self._given.exists():
             time.sleep(POLL_S)
@@ -39,52 +40,68 @@ class Turn:
         self._given.unlink(missing_ok=True)
 
 
-def give(
-    folder: Path,
-    names: Sequence[str],
-    has_ended: Callable[[str], bool],
-    ready_s: float,
-    turn_s: float,
-) -> None:
-    """Give turns until all have ended: the first only once every process wants one.
+class Turns:
+    """The side that gives them.
 
     Args:
         folder: Where the files are.
-        names: Of the processes; the first that wants a turn gets the next one.
+        names: Of the processes; the first that is ready gets the next turn, short ones go before.
         has_ended: Whether a process is through.
-        ready_s: After so many seconds those that are ready do not wait for the others.
         turn_s: A process whose turn lasts longer is killed, with its process group.
     """
-    begin = time.monotonic()
 
-    def wants(name: str) -> bool:
-        return (folder / f"{name}.wanted").exists()
+    def __init__(
+        self, folder: Path, names: Sequence[str], has_ended: Callable[[str], bool], turn_s: float
+    ) -> None:
+        self._folder = folder
+        self._names = names
+        self._has_ended = has_ended
+        self._turn_s = turn_s
 
-    while time.monotonic() - begin < ready_s:
-        if all(wants(name) or has_ended(name) for name in names):
-            break
+    def give(self, ready_s: float) -> None:
+        """Give turns until all have ended: the first only once every process is ready.
+
+        Args:
+            ready_s: After so many seconds those that are ready do not wait for the others.
+        """
+        begin = time.monotonic()
+        while (late := self._late()) and time.monotonic() - begin < ready_s:
+            self._next("short")
+        spent = time.monotonic() - begin
+        print(f"{spent:6.1f} s  turns begin; not ready: {', '.join(late) or 'none'}", flush=True)
+        while not all(map(self._has_ended, self._names)):
+            self._next("short", "ready")
+
+    def _late(self) -> list[str]:
+        return [
+            name
+            for name in self._names
+            if not self._has_ended(name) and self._wish(name) != "ready"
+        ]
+
+    def _wish(self, name: str) -> str:
+        wanted = self._folder / f"{name}.wanted"
+        return wanted.read_text().split()[1] if wanted.exists() else ""
+
+    def _next(self, *wishes: str) -> None:
+        """One turn to the first process with the first of some wishes; without any a short wait."""
+        for wish in wishes:
+            for name in self._names:
+                if self._wish(name) == wish and not self._has_ended(name):
+                    self._one(name)
+                    return
         time.sleep(POLL_S)
-    late = [name for name in names if not wants(name) and not has_ended(name)]
-    spent = time.monotonic() - begin
-    print(f"{spent:6.1f} s  turns begin; not ready: {', '.join(late) or 'none'}", flush=True)
-    while not all(map(has_ended, names)):
-        name = next((n for n in names if wants(n) and not has_ended(n)), None)
-        if name is None:
+
+    def _one(self, name: str) -> None:
+        wanted, given = self._folder / f"{name}.wanted", self._folder / f"{name}.given"
+        process = int(wanted.read_text().split()[0])
+        wanted.unlink()
+        given.touch()
+        end = time.monotonic() + self._turn_s
+        while given.exists() and not self._has_ended(name):
+            if time.monotonic() > end:
+                print(f"{name}: its turn took more than {self._turn_s:.0f} s", flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(os.getpgid(process), signal.SIGKILL)
+                given.unlink(missing_ok=True)
             time.sleep(POLL_S)
-            continue
-        _one_turn(folder, name, has_ended, turn_s)
-
-
-def _one_turn(folder: Path, name: str, has_ended: Callable[[str], bool], turn_s: float) -> None:
-    wanted, given = folder / f"{name}.wanted", folder / f"{name}.given"
-    process = int(wanted.read_text())
-    wanted.unlink()
-    given.touch()
-    end = time.monotonic() + turn_s
-    while given.exists() and not has_ended(name):
-        if time.monotonic() > end:
-            print(f"{name}: its turn took more than {turn_s:.0f} s", flush=True)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(os.getpgid(process), signal.SIGKILL)
-            given.unlink(missing_ok=True)
-        time.sleep(POLL_S)

@@ -11,18 +11,23 @@ from pathlib import Path
 import pytest
 from experiments.gpu.rows import ROOT
 from experiments.gpu.timing import GpuLock
-
-from experiments.gpu import turns
+from experiments.gpu.turns import Turns
 
 MEMBER = """
 import sys, time
 from pathlib import Path
 from experiments.gpu.timing import GpuLock
-name, ready_s, turns, turn_s = sys.argv[1], *map(float, sys.argv[2:])
+from experiments.gpu.turns import Turns
+name, ready_s, turns, turn_s = sys.argv[1], *map(float, sys.argv[2:5])
 log, lock = Path("log"), GpuLock()
 def note(what):
     with log.open("a") as file:
         file.write(f"{name} {what}\\n")
+if ready_s < 0:
+    lock.acquire(is_ready=False)
+    note("tries")
+    lock.release()
+    ready_s = -ready_s
 time.sleep(ready_s)
 note("ready")
 for _ in range(int(turns)):
@@ -34,9 +39,11 @@ for _ in range(int(turns)):
 """
 
 
-def run(folder: Path, members: dict[str, tuple[float, int, float]], **limits: float) -> list[str]:
-    """Notes of members in the order they were made; name -> seconds to get ready, turns, seconds of
-    each."""
+def run(
+    folder: Path, members: dict[str, tuple[float, int, float]], turn_s: float = 60.0
+) -> list[str]:
+    """Notes of members in the order they were made; name -> seconds to get ready (negative: after a
+    short turn), turns, seconds of each."""
     running = {
         name: subprocess.Popen(
             [sys.executable, "-c", MEMBER, name, *map(str, about)],
@@ -46,12 +53,7 @@ def run(folder: Path, members: dict[str, tuple[float, int, float]], **limits: fl
         )
         for name, about in members.items()
     }
-    turns.give(
-        folder,
-        [*members],
-        lambda name: running[name].poll() is not None,
-        **{"ready_s": 120.0, "turn_s": 60.0} | limits,
-    )
+    Turns(folder, [*members], lambda name: running[name].poll() is not None, turn_s).give(120.0)
     return (folder / "log").read_text().splitlines()
 
 
@@ -63,6 +65,12 @@ def test_nobody_has_a_turn_before_all_are_ready_nor_beside_another(tmp_path: Pat
     assert [line.split()[1] for line in begins] == ["begins"] * 3
     assert [line.split()[0] for line in begins] == [line.split()[0] for line in ends]
     assert sorted(line.split()[0] for line in begins) == ["a", "a", "b"]
+
+
+def test_a_short_turn_is_given_while_others_get_ready(tmp_path: Path) -> None:
+    """It does not mean that its process is ready."""
+    notes = run(tmp_path, {"a": (0.0, 1, 0.0), "b": (-0.5, 1, 0.0)})
+    assert notes.index("b tries") < notes.index("b ready") < notes.index("a begins")
 
 
 def test_a_turn_that_lasts_too_long_ends_with_its_process(tmp_path: Path) -> None:
@@ -78,7 +86,7 @@ def test_who_is_late_does_not_keep_the_others_waiting(
 ) -> None:
     """Turns begin when the time is up, and it is said who was late."""
     late = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    (tmp_path / "a.wanted").write_text(str(late.pid))
+    (tmp_path / "a.wanted").write_text(f"{late.pid} ready")
     ended = {"b": False}
 
     def has_ended(name: str) -> bool:
@@ -88,7 +96,7 @@ def test_who_is_late_does_not_keep_the_others_waiting(
             ended.update(a=True, b=True)
         return ended.get(name, False)
 
-    turns.give(tmp_path, ["a", "b"], has_ended, ready_s=0.1, turn_s=60.0)
+    Turns(tmp_path, ["a", "b"], has_ended, turn_s=60.0).give(ready_s=0.1)
     assert "not ready: b" in capsys.readouterr().out
 
 
