@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from experiments.gpu.training import (
     make_optimizer,
     prepare_torch,
 )
+from torch.utils._pytree import tree_map
 
 from devplace import placers
 from devplace.auto.calibration import calibrated
@@ -229,8 +230,11 @@ class Bench:
         return step
 
     def captured(self, count: int) -> OpGraph:
-        """The step of a fresh model with this number of micro-batches."""
-        self.workload = build(self.settings, "cpu")  # so that no GPU holds the model twice
+        """The step of a fresh model with this number of micro-batches. The model lies on the CPU, so
+        that no GPU holds it twice, the batch where that of the other rows does."""
+        self.workload = build(self.settings, "cpu")
+        inputs = tree_map(lambda each: each.to(self.settings.device), self.workload.inputs)
+        self.workload = replace(self.workload, inputs=inputs)
         self.optimizer = make_optimizer(self.settings, self.workload.model.parameters())
         return capture(
             self.workload.model,

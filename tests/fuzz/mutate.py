@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import random
 from typing import Any
@@ -73,7 +74,7 @@ def _other_values(tree: Any, rng: random.Random) -> bytes:
             with contextlib.suppress(OverflowError):  # whole, and too large for a float
                 owner[key] = owner[key] * rng.choice((-1, 2, 10**6, 10**18, 0.1))
         else:
-            owner[key] = rng.choice(VALUES)
+            owner[key] = copy.deepcopy(rng.choice(VALUES))  # later changes would stay in it
     try:
         return json.dumps(tree).encode(errors="surrogatepass")
     except (ValueError, RecursionError):  # it holds itself
