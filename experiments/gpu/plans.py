@@ -230,8 +230,8 @@ class Bench:
         return step
 
     def captured(self, count: int) -> OpGraph:
-        """The step of a fresh model with this number of micro-batches. The model lies on the CPU, so
-        that no GPU holds it twice, the batch where that of the other rows does."""
+        """The step of a fresh model with this number of micro-batches. The model is on the CPU, so
+        that no GPU holds it twice, the batch where that of the other rows is."""
         self.workload = build(self.settings, "cpu")
         inputs = tree_map(lambda each: each.to(self.settings.device), self.workload.inputs)
         self.workload = replace(self.workload, inputs=inputs)
