@@ -47,6 +47,7 @@ from devplace.cost.process import Child
 from devplace.cost.sources import Source
 from devplace.graph import OpGraph, serialize
 from devplace.graph.capture import capture
+from devplace.graph.capture.chunks import Known
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
 from devplace.machine import detect, toml
@@ -114,6 +115,13 @@ class Bench:
         )
         self.kind = self.settings.device_type
         prepare_torch(self.settings)
+        # The model is on the CPU, so that no GPU holds it twice, the batch where that of the other
+        # rows is.
+        built = build(self.settings, "cpu")
+        inputs = tree_map(lambda each: each.to(self.settings.device), built.inputs)
+        self.workload = replace(built, inputs=inputs)
+        self.optimizer = make_optimizer(self.settings, built.model.parameters())
+        self.known = Known()
         self.lock = GpuLock()
         self.child = Child()
         self.arrays: dict[str, Any] = {}
@@ -230,12 +238,7 @@ class Bench:
         return step
 
     def captured(self, count: int) -> OpGraph:
-        """The step of a fresh model with this number of micro-batches. The model is on the CPU, so
-        that no GPU holds it twice, the batch where that of the other rows is."""
-        self.workload = build(self.settings, "cpu")
-        inputs = tree_map(lambda each: each.to(self.settings.device), self.workload.inputs)
-        self.workload = replace(self.workload, inputs=inputs)
-        self.optimizer = make_optimizer(self.settings, self.workload.model.parameters())
+        """The step with this number of micro-batches."""
         return capture(
             self.workload.model,
             self.workload.inputs,
@@ -245,6 +248,7 @@ class Bench:
             autocast=torch.bfloat16 if self.options.number_format == "bf16" else None,
             name=self.options.workload,
             device=self.kind,
+            known=self.known,
             **self.options_of_capture(),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch import nn
 
 from devplace.errors import CaptureError
 from devplace.graph.capture import capture
+from devplace.graph.capture.chunks import Known
+from devplace.graph.capture.step import Step
+from devplace.graph.serialize import to_json
 
 Loss = Callable[..., torch.Tensor]
 
@@ -238,3 +242,35 @@ def test_low_precision_is_no_difference() -> None:
     capture(model, data, RIGHT["ignored"], sgd(model), 2, autocast=torch.bfloat16)
     with pytest.raises(CaptureError, match=r"aten\.mm\.default"):
         capture(model, data, WRONG["pairs of rows"][0], sgd(model), 2, autocast=torch.bfloat16)
+
+
+def test_what_captures_of_one_step_share_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs are those of captures of their own; forward runs twice for the rehearsal, once for
+    the whole batch and once for its comparison, and once for each micro-batch."""
+
+    def mean(m: Any, x: Any, y: Any, k: Any) -> Any:
+        return kept(m, x, y, k) / k.sum()
+
+    forward = mock.Mock(side_effect=Step._call)
+    monkeypatch.setattr(Step, "_call", lambda step, leaves: forward(step, leaves))
+    net, mask = Net().double(), uneven()
+    known = Known()
+    for count, forwards in ((1, 2 + 1), (2, 1 + 2), (3, 3)):
+        alone = capture(net, batch(mask), mean, sgd(net), count)
+        forward.reset_mock()
+        graph = capture(net, batch(mask), mean, sgd(net), count, known=known)
+        assert forward.call_count == forwards
+        assert to_json(graph) == to_json(alone)
+
+
+def test_what_captures_share_hides_no_difference() -> None:
+    """A loss that may not be cut is refused after one that was captured whole or may be cut."""
+
+    def pairs(m: Any, x: Any, y: Any, k: Any) -> Any:
+        return torch.pdist(m(x).flatten(1)).mean()
+
+    net, known = Net().double(), Known()
+    capture(net, batch(), pairs, sgd(net), known=known)
+    for count in (2, 3):
+        with pytest.raises(CaptureError, match=f"micro_batches={count}"):
+            capture(net, batch(), pairs, sgd(net), count, known=known)

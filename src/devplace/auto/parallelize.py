@@ -25,6 +25,7 @@ from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
 from devplace.graph.capture import capture
 from devplace.graph.capture.batch import as_call, open_dataclasses
+from devplace.graph.capture.chunks import Known
 from devplace.graph.capture.cutting import BatchDims
 from devplace.graph.capture.refuse import unwrap
 from devplace.graph.capture.several import as_one
@@ -138,6 +139,7 @@ def parallelize(
     unused = without_memory(found, limits or {})
     left_out = excluded(found, exclude, uses_cpu, unused)
     require_here(found, left_out)
+    known = Known()
     job = _Job(
         model,
         optimizer,
@@ -157,6 +159,7 @@ def parallelize(
             stack_gradients=stack_gradients,
             fuse=fuses,
             device=kind,
+            known=known,
         ),
         tell,
     )

@@ -15,7 +15,7 @@ from devplace.errors import CaptureError
 from devplace.graph.capture.batch import make_batch
 from devplace.graph.capture.channels_last import lay_channels_last
 from devplace.graph.capture.chunk_loss import is_sum
-from devplace.graph.capture.chunks import trace_chunks
+from devplace.graph.capture.chunks import Known, trace_chunks
 from devplace.graph.capture.cleanup import cast_weights_once, clean, drop_last_results
 from devplace.graph.capture.compare import compared_graph
 from devplace.graph.capture.convert import to_graph
@@ -76,6 +76,7 @@ def capture(
     name: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
+    known: Known | None = None,
 ) -> OpGraph:
     """Capture one whole step: forward, backward and parameter update as one flat graph.
 
@@ -126,6 +127,8 @@ def capture(
         device: torch device type the step is captured for, `cpu` or `cuda`; by default where the
             model is. Wherever the model lies, it stays there.
         progress: Called with a stage and the number of nodes traced so far.
+        known: Given to captures of one step with several numbers of micro-batches, it spares them
+            to find out again what is the same. The model must stay as it is meanwhile.
 
     Returns:
         The graph; its `program` is what the run room needs.
@@ -154,13 +157,14 @@ def capture(
             stack_inputs,
             compare_batches,
         )
-        unchecked = ""
+        known, unchecked = known or Known(), ""
         if request.batch.is_cut:
             step, gm, unchecked = trace_chunks(
-                request, lambda each, rehearsed: _traced(each, progress, rehearsed)
+                request, lambda each, rehearsed: _traced(each, progress, rehearsed), known
             )
         else:
-            step, gm = _traced(request, progress)
+            step, gm = _traced(request, progress, known.frames)
+            known.frames = step.frames
         meta = _meta(step.request, micro_batches, batch_dims, unchecked)
         if not request.stack_gradients:
             meta["spared_by_stacking"] = num_spared_products(gm.graph)

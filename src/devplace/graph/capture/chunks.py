@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -27,8 +28,28 @@ MOST_ADVISED_NODES = 3000
 """Of a step of which other ways to cut an input are tried, for the message."""
 
 
-def trace_chunks(request: Request, trace: Trace) -> tuple[Step, torch.fx.GraphModule, str]:
+@dataclass
+class Known:
+    """What captures of a step find out that does not depend on the number of micro-batches.
+
+    Attributes:
+        frames: What a rehearsal noted.
+        reference: The step of the whole batch, once one in micro-batches was compared with it.
+    """
+
+    frames: Frames | None = None
+    reference: _Reference | None = None
+
+
+def trace_chunks(
+    request: Request, trace: Trace, known: Known
+) -> tuple[Step, torch.fx.GraphModule, str]:
     """Trace a step in micro-batches, and see that loss and gradients are those of the whole batch.
+
+    Args:
+        request: The step, with a batch that is cut.
+        trace: Traces a step.
+        known: Of earlier captures of the same step; what is found is added.
 
     Returns:
         The step, its graph, and why it was not compared; empty if it was.
@@ -39,7 +60,10 @@ def trace_chunks(request: Request, trace: Trace) -> tuple[Step, torch.fx.GraphMo
     Warns:
         UserWarning: They could not be compared.
     """
-    whole = _Reference(request, trace)
+    if known.reference is None or not known.reference.serves(request):
+        known.reference = _Reference(request, trace, known.frames)
+        known.frames = known.reference.frames
+    whole = known.reference.told_of(request)
     failed: list[CaptureError] = []
     others: list[_Different] = []
     for way in whole.ways():
@@ -82,7 +106,7 @@ class _Reference:
         unchecked: Why nothing can be compared; empty if it can.
     """
 
-    def __init__(self, request: Request, trace: Trace) -> None:
+    def __init__(self, request: Request, trace: Trace, frames: Frames | None) -> None:
         self._request = replace(request, is_compared=True)
         self._trace = trace
         alone = replace(
@@ -92,7 +116,7 @@ class _Reference:
             stack_inputs=False,
             fuse=False,
         )
-        self._step, _ = trace(alone, None)
+        self._step, _ = trace(alone, frames)
         self.frames = self._step.frames
         assert self._step.compared is not None
         self._gm = self._step.compared
@@ -109,6 +133,16 @@ class _Reference:
                 self._expected.append((varied, numbers(self._step, varied)))
         except NotEvaluatedError as error:
             self.unchecked = "" if self._expected else str(error)
+
+    def serves(self, request: Request) -> bool:
+        """Whether it is the whole batch of a request, which may be cut otherwise."""
+        return self._request.batch.dims == request.batch.dims
+
+    def told_of(self, request: Request) -> _Reference:
+        """The same, for a request that may be cut otherwise."""
+        other = copy(self)
+        other._request = replace(request, is_compared=True)
+        return other
 
     def ways(self) -> Iterator[Request]:
         """Requests of micro-batches, the likeliest first: by counts of the whole batch, by those of
