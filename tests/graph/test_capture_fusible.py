@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from devplace.graph.capture import capture
-from devplace.graph.capture.analysis import is_fusible
+from devplace.graph.capture.analysis import is_fusible, pays_alone
 
 aten = torch.ops.aten
 X = torch.randn(4, 6, dtype=torch.float64)
@@ -118,3 +118,37 @@ def test_a_training_step_is_fusible_but_for_its_products() -> None:
     for op in graph.ops:
         is_product = op.target in ("aten.mm.default", "aten.addmm.default")
         assert by_node.get(op.name, False) == (not (op.is_source or op.is_view or is_product))
+
+
+LARGE, ROW = torch.randn(256, 256), torch.randn(256)
+PAYS = {
+    "sum": (True, lambda x, row: x.sum(1)),
+    "turned copy": (True, lambda x, row: x.t().contiguous()),
+    "update with a rate on the device": (True, lambda x, row: torch.addcmul(x, x, row[0])),
+    "row added to all": (True, lambda x, row: x + row),
+    "batch norm": (
+        True,
+        lambda x, row: aten._native_batch_norm_legit_functional.default(
+            x, None, None, row, row, True, 0.1, 1e-5
+        )[0],
+    ),
+    "two of one size": (False, lambda x, row: x * x),
+    "number": (False, lambda x, row: x * 2),
+    "small row added to all": (False, lambda x, row: row[:8].view(2, 4) + row[0]),
+    "cast": (False, lambda x, row: x.to(torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("name", PAYS)
+def test_what_pays_alone(name: str) -> None:
+    """PyTorch's own kernels for it leave most of a GPU's bandwidth unused, and it is large."""
+    pays, function = PAYS[name]
+    assert pays_alone(last_call(function, LARGE, ROW)) == pays
+
+
+def test_the_update_of_a_large_weight_is_compiled() -> None:
+    """Its gradient is made by a product, so nothing else is in its group."""
+    net = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    graph = capture(net, (LARGE, LARGE), F.mse_loss, optimizer, fuse=True)
+    assert not any(op.target == "aten.addcmul.default" for op in graph.ops)

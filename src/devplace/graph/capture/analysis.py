@@ -72,22 +72,33 @@ _FUSIBLE = _NO_ARITHMETIC | frozenset([
     "hardsigmoid_backward", "_prelu_kernel", "_prelu_kernel_backward", "rsub", "fill",
     "native_dropout", "convert_element_type",
 ])
+_PAY_ALONE = frozenset([
+    "sum", "cat", "constant_pad_nd", "native_batch_norm", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "native_batch_norm_backward",
+])
+_LARGE_BYTES = 2**16  # smaller tensors take as long as starting a kernel does
 _MISTAKABLE = frozenset([torch.bool, torch.uint8])  # an index of these is a mask
 # fmt: on
 
 
 def pays_alone(node: torch.fx.Node) -> bool:
     """Whether a fusible op is worth a compiled kernel of its own: it turns dimensions around, joins
-    tensors, or adds up, for which PyTorch's kernels reach a third of a GPU's bandwidth."""
+    tensors, adds up, spreads a smaller tensor over a large one (as an update does with the learning
+    rate), or is a batch norm, for which PyTorch's kernels reach a third of a GPU's bandwidth."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return False
-    if packet.__name__ in ("sum", "cat", "constant_pad_nd"):
+    if packet.__name__ in _PAY_ALONE:
         return True
     made = node.meta["val"]
-    if packet.__name__ not in ("clone", "_to_copy") or not isinstance(made, torch.Tensor):
+    if not isinstance(made, torch.Tensor):
         return False
-    return any(n.meta["val"].stride() != made.stride() for n in node.all_input_nodes)
+    given = [n.meta["val"] for n in node.all_input_nodes]
+    if packet.__name__ in ("clone", "_to_copy"):
+        return any(each.stride() != made.stride() for each in given)
+    is_large = made.numel() * made.element_size() >= _LARGE_BYTES
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_large and is_pointwise and any(each.numel() < made.numel() for each in given)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
