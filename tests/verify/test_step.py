@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from devplace.placers import Heft, place
 from devplace.plan import make_plan
-from devplace.problem import Placement
+from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.in_order import simulate_in_order
 from devplace.testing import hand_machine, hand_placement, hand_problem, tiny_problems
 from devplace.verify import verify_placement, verify_plan, verify_step
-from devplace.verify.facts import broken_demands
+from devplace.verify.demands import broken_demands
 from tests.strategies import problems, random_placement
 
 
@@ -130,6 +130,51 @@ def test_verifier_names_demands_that_the_problem_names(problem, seed):
     devices = problem.expand(device)
     said = broken_demands(problem, devices.tolist())
     assert bool(said) == bool(problem.violations(Placement(devices)))
+
+
+TIED = """
+    x = input bytes=4
+    table = parameter bytes=30 module=emb
+    bias = parameter bytes=3 module=head
+    e = f(x, table) bytes=8 ns=5 module=emb
+    low = f(table) bytes=15 ns=1 module=
+    turned = view(low) bytes=15 module=head
+    y = f(e, turned, bias) bytes=8 ns=5 module=head
+    z = f(y, low) bytes=8 ns=5 module=
+    g = f(z, e) bytes=30 ns=5 stage=backward module=
+    u = f(table, g) bytes=30 ns=1 stage=update replaces=table
+"""
+
+
+@pytest.mark.parametrize("tied", [{}, {"head.weight": "table"}])
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"emb": "cuda:1"},
+        {"head": "cuda:1"},
+        {"emb": "cuda:1", "": "cuda:0"},
+        {"emb": "cuda:1", "head": "cuda:0"},
+        {"head*": "cuda:1", "z": "cuda:0"},
+        {"table": "cuda:1", "g": "cuda:1"},
+        {"head": "cuda:1", "emb": "cuda:1"},
+    ],
+)
+def test_pins_hold_for_what_reads_the_weights(pins, soft, tied):
+    """The verifier's own reading of the rule refuses the placements that the problem refuses: all
+    of the ops on two devices."""
+    machine = hand_machine({"cuda:0": 200, "cuda:1": 200})
+    plain = hand_problem(TIED, machine)
+    graph = dataclasses.replace(plain.graph, meta={**plain.graph.meta, "tied": tied})
+    problem = Problem(graph, machine, plain.costs, pins=pins, soft_pins=soft)
+    refused = 0
+    for number in range(2**problem.core.tasks.num_tasks):
+        tasks = np.array([number >> k & 1 for k in range(problem.core.tasks.num_tasks)], np.int32)
+        devices = problem.expand(tasks)
+        told = bool(broken_demands(problem, devices.tolist()))
+        assert told == bool(problem.violations(Placement(devices)))
+        refused += told
+    assert refused
 
 
 def test_soft_pins_hold_where_they_can():

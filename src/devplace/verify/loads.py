@@ -8,7 +8,8 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING
 
-from devplace.verify.facts import broken_demands, facts
+from devplace.verify.demands import broken_demands
+from devplace.verify.facts import facts
 
 if TYPE_CHECKING:
     from devplace.plan import Plan

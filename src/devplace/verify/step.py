@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from devplace.units import parse_size
-from devplace.verify.facts import Facts, broken_demands, facts, meant_device
+from devplace.verify.demands import broken_demands, meant_device
+from devplace.verify.facts import Facts, facts
 from devplace.verify.replay import Replay, replay
 
 if TYPE_CHECKING:
