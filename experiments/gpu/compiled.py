@@ -115,10 +115,14 @@ class Row:
         return make_optimizer(self.settings, self._model.parameters(), **options)
 
     def compiled_update(self) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
-        """A new optimizer, its state made, and its step, compiled."""
+        """A new optimizer, its state made, and its step, compiled while others have the GPUs.
+        There must be gradients."""
         optimizer = self.optimizer(capturable=self.devices[0].type == "cuda")
         optimizer.step()
-        return optimizer, self._compiled(optimizer.step)
+        update = self._compiled(optimizer.step)
+        self._progress.release()
+        update()
+        return optimizer, update
 
     def timed(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> dict[str, Any]:
         """Times of the whole step, and the most memory it took."""
@@ -140,8 +144,7 @@ class Row:
 def measure(
     settings: Settings, progress: rows.Progress, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Step time with a compiled loss and each update that works; memory is the first's. Once it has
-    the GPUs it keeps them."""
+    """Step time with a compiled loss and each update that works; memory is the first's."""
     choose_alone(progress)
     progress.phase("compile")
     row = Row(settings, progress, options.mode, options.kernels)
