@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from devplace.graph.capture import capture
+from devplace.step_capture import capture
 
 VOCABULARY = 1000
 MAX_MS_PER_NODE = 1.5

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from devplace.graph.capture import capture
 from devplace.run.compile import Step, compile_step
 from devplace.run.unplaced import run_unplaced
+from devplace.step_capture import capture
 
 NUM_OPS = 4000
 

@@ -30,7 +30,7 @@ VARIANTS = {
     "whole search": WHOLE,
     "classes by position, not structure": replace(WHOLE, structural=False),
     "coarsest level alone": replace(WHOLE, levels=1),
-    "no temperature": replace(WHOLE, heat=0.0),
+    "no temperature": replace(WHOLE, temperature=0.0),
     "one chain": replace(WHOLE, width=1),
     "no moves on the critical path": replace(WHOLE, moves=replace(MOVES, critical_share=0.0)),
     "no swaps": replace(WHOLE, moves=replace(MOVES, swap_share=0.0)),

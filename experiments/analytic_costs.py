@@ -11,8 +11,8 @@ from common import provenance, write
 
 from devplace import workloads
 from devplace.cost.analytic import Analytic
-from devplace.graph.capture import capture
 from devplace.machine import load_machine
+from devplace.step_capture import capture
 
 STEPS = (
     ("resnet-50", "h200x1", {}),

@@ -52,7 +52,7 @@ def capture_workload(name: str, optimizer: str = "sgd", **options: Any) -> Any:
     import torch
 
     from devplace import workloads
-    from devplace.graph.capture import capture
+    from devplace.step_capture import capture
 
     workload = workloads.build(name, size="full", device="meta")
     optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}

@@ -23,12 +23,12 @@ import torch
 from devplace import placers, workloads
 from devplace.cost.profiled import Profiled
 from devplace.errors import DeviceMemoryError
-from devplace.graph.capture import capture
 from devplace.machine import detect
 from devplace.problem import Problem
 from devplace.report.measured_memory import measured_memory_rows
 from devplace.run import compile_step
 from devplace.run.cuda.memory import held_bytes
+from devplace.step_capture import capture
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nmt": ("nmt-2", {"seq": 20}),

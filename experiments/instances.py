@@ -12,7 +12,7 @@ from typing import Any
 
 from common import RESULTS, provenance, write
 
-from devplace.bench import Effort, Row, bench, load_best_known, save_best_known
+from devplace.bench import BenchRow, Effort, bench, load_best_known, save_best_known
 from devplace.instances import Changes, Instance, fingerprint, load_instance
 from devplace.instances.suites import find
 from devplace.placers import Budget
@@ -36,7 +36,7 @@ def instances(suites: str) -> list[Instance]:
     return found
 
 
-def as_row(row: Row) -> dict[str, Any]:
+def as_row(row: BenchRow) -> dict[str, Any]:
     """What is kept of a row."""
     kept = row.as_json()
     kept["file"] = Path(row.instance.about.path).name

@@ -15,13 +15,13 @@ import torch
 
 from devplace import workloads
 from devplace.cost.analytic import Analytic
-from devplace.graph.capture import capture
 from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator
 from devplace.placers.rl.partings import Partings
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.simulator import simulate
+from devplace.step_capture import capture
 
 # workload, layers (None: its own)
 TRAIN = {

@@ -21,10 +21,10 @@ from common import RESULTS, provenance, write
 from plot import Line, log_plot
 
 from devplace import placers
-from devplace.placers.annealing import Schedule
+from devplace.placers.annealing import CoolingSchedule
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
-from devplace.placers.local_search.classes import Best
+from devplace.placers.local_search.classes import BestPlacement
 from devplace.placers.local_search.explore import Explorer
 from devplace.placers.local_search.search import Search
 from devplace.testing.layered import layered_problem
@@ -52,12 +52,12 @@ def bytes_per_op_and_thread(num_ops: int, num_devices: int) -> float:
 def _bytes_of_chains(num_ops: int, num_devices: int, chains: int) -> int:
     problem = layered_problem(num_ops, num_devices)
     level = Search()._levels(problem, Budget())[-1]
-    start = Best(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
+    start = BestPlacement(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
     evaluate = Evaluator(problem, Budget(), threads=chains)
     explorer = Explorer(problem, evaluate, np.random.default_rng(0), chains)
     Path("/proc/self/clear_refs").write_text("5")  # forgets the largest memory so far
     before = _memory_bytes("VmHWM")
-    schedule = Schedule(0.005, 0.3, 400, 400, 0.0)
+    schedule = CoolingSchedule(0.005, 0.3, 400, 400, 0.0)
     explorer.run(level, [start], list(problem.usable_devices), 1.0, schedule)
     return _memory_bytes("VmHWM") - before
 

@@ -9,10 +9,10 @@ import torch
 
 from devplace import placers, workloads
 from devplace.cost.analytic import Analytic
-from devplace.graph.capture import capture
 from devplace.machine import load_machine
 from devplace.problem import Problem
 from devplace.run import check_plan
+from devplace.step_capture import capture
 
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 

@@ -14,14 +14,15 @@ PACKAGE = Path(__file__).parents[1] / "src" / "devplace"
 
 # Files (or folders) that need torch to be of any use.
 USE_TORCH = (
-    "graph/capture/",
+    "step_capture/",
     "graph/fusion/call",
     "graph/fusion/program",
+    "graph/functional_ops",
     "graph/fx_data",
     "kernels/",
-    "cost/child",
+    "cost/measuring_worker",
     "cost/inputs",
-    "cost/process",
+    "cost/worker_process",
     "cost/profiled",
     "cost/remote",
     "cost/settings",

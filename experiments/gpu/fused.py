@@ -38,7 +38,7 @@ from experiments.gpu import rows
 
 MODES = {"compile": "reduce-overhead", "autotune": "max-autotune"}
 PEERS = ("fused", "compile", "ddp", "fsdp", "pipeline", "autotune")  # in this order
-LEAST_S = 20.0
+MIN_S = 20.0
 """A row is not begun with less time than that."""
 LOG_LINES = 12
 TAKEN = (
@@ -275,7 +275,7 @@ class Results:
 def run_job(job: Job, results: Results, options: Any, folder: Path, end: float) -> None:
     """Run one job within what is left of the time; never raises for one that fails."""
     left = end - time.monotonic()
-    if left < LEAST_S:
+    if left < MIN_S:
         print(f"{job.name} {job.peer}: not begun, {left:.0f} s left", flush=True)
         return
     run = run_ours if job.peer == "fused" else run_compiled if job.peer in MODES else run_group

@@ -21,7 +21,7 @@ import torch
 from experiments.gpu.training import Settings, build, prepare_torch, sgd
 
 import devplace as dp
-from devplace.auto.learn import kept_calibration
+from devplace.auto.calibration_store import kept_calibration
 from devplace.auto.timing import median_ns, time_steps
 from devplace.machine import detect
 

@@ -35,7 +35,6 @@ from devplace.cost import CostTable
 from devplace.cost.order import in_order_of
 from devplace.cost.reuse import CacheTimes
 from devplace.graph import serialize
-from devplace.graph.capture import capture
 from devplace.machine import detect, toml
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
@@ -45,6 +44,7 @@ from devplace.run.executors import make_executor
 from devplace.run.schedule import make_schedule
 from devplace.simulator import simulate
 from devplace.simulator.in_order import simulate_in_order
+from devplace.step_capture import capture
 from devplace.testing.one_gpu import one_gpu
 
 

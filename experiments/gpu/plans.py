@@ -43,11 +43,9 @@ from devplace.auto.costs import HOPPER, price, probed_machine
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
 from devplace.cost import CostTable
-from devplace.cost.process import Child
 from devplace.cost.sources import Source
+from devplace.cost.worker_process import WorkerProcess
 from devplace.graph import OpGraph, serialize
-from devplace.graph.capture import capture
-from devplace.graph.capture.chunks import Known
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
 from devplace.machine import detect, toml
@@ -58,6 +56,8 @@ from devplace.report import deviations
 from devplace.run.executors import make_executor
 from devplace.run.schedule import make_schedule
 from devplace.simulator.in_order import simulate_in_order
+from devplace.step_capture import capture
+from devplace.step_capture.chunks import Known
 
 SHARES = (0.1, 0.3, 0.6, 1.0)
 """Parts of the modules that a perturbed placement moves."""
@@ -123,7 +123,7 @@ class Bench:
         self.optimizer = make_optimizer(self.settings, built.model.parameters())
         self.known = Known()
         self.lock = GpuLock()
-        self.child = Child()
+        self.child = WorkerProcess()
         self.arrays: dict[str, Any] = {}
         self.begin = time.perf_counter()
         self.data: dict[str, Any] = {

@@ -26,10 +26,10 @@ from devplace.auto.costs import measured_machine, price
 from devplace.auto.measure import Measurer, Trial
 from devplace.auto.rewards import MeasuredSteps
 from devplace.auto.sources import step_sources
-from devplace.graph.capture import capture
 from devplace.machine import detect
 from devplace.placers import Budget
 from devplace.problem import Problem
+from devplace.step_capture import capture
 
 
 class Run:

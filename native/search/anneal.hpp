@@ -48,7 +48,7 @@ struct Moves {
 
 struct Settings {
   Moves moves;
-  double heat = 0, critical_share = 0;
+  double temperature = 0, critical_share = 0;
   i64 most_evaluations = 0, patience = 0;
   i64 least_ns = 0;  // no placement that fits takes less
   double seconds = 0;
@@ -81,7 +81,7 @@ class Chain {
     i64 stale = 0;
     while (evaluations_ < settings_.most_evaluations && stale < settings_.patience && !is_optimal() &&
            !is_late()) {
-      const double temperature = best_value_ * settings_.heat * std::exp(-6.0 * spent());
+      const double temperature = best_value_ * settings_.temperature * std::exp(-6.0 * spent());
       const double bar = value_ - temperature * std::log(std::max(1e-300, random_.uniform()));
       ++stale;
       if (!propose()) continue;

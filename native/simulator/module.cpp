@@ -165,7 +165,7 @@ class Kernel {
     check_devices_of(starts);
     if (priorities.size()) check_priorities(priorities, K);
     Settings common;
-    common.heat = nb::cast<double>(settings.attr("heat"));
+    common.temperature = nb::cast<double>(settings.attr("temperature"));
     common.critical_share = nb::cast<double>(settings.attr("critical_share"));
     common.moves = moves_of(settings.attr("moves"));
     common.most_evaluations = nb::cast<i64>(settings.attr("most_evaluations"));

@@ -26,7 +26,7 @@ _LAZY = {
     "Problem": "devplace.problem",
     "Result": "devplace.placers",
     "Timeline": "devplace.simulator",
-    "capture": "devplace.graph.capture",
+    "capture": "devplace.step_capture",
     "check": "devplace.run",
     "compile": "devplace.run",
     "load_machine": "devplace.machine",
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from devplace.auto.parallelize import parallelize
     from devplace.cost.analytic import Analytic
     from devplace.graph import OpGraph
-    from devplace.graph.capture import capture
     from devplace.graph.fusion import fuse
     from devplace.machine import Device, Link, Machine, load_machine
     from devplace.placers.budget import Budget
@@ -80,6 +79,7 @@ if TYPE_CHECKING:
     from devplace.run.planned import compile
     from devplace.simulator import Timeline, simulate
     from devplace.simulator.bounds import lower_bound
+    from devplace.step_capture import capture
 
 __all__ = [
     "Analytic",

@@ -22,7 +22,7 @@ import msgspec
 from devplace.units import format_bytes
 
 T = TypeVar("T")
-MOST_BYTES = 10**9
+MAX_BYTES = 10**9
 """Size of the largest file that is read; plans of 200,000 ops have 20 MB."""
 _PART = ".devplace-part-"
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -150,7 +150,7 @@ def alone(lock: str | Path | None) -> Iterator[None]:
         os.close(handle)
 
 
-def read_whole(path: str | Path, most: int = MOST_BYTES) -> bytes:
+def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a file.
 
     Raises:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from devplace.auto import child
+from devplace.auto import plan_worker
 
 ACTIONS = Path(sys.argv[1])
-honest = child.measure
+honest = plan_worker.measure
 
 
 def measure(*request: Any) -> Any:
@@ -40,5 +40,5 @@ def measure(*request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    child.measure = measure
-    child.main()
+    plan_worker.measure = measure
+    plan_worker.main()

@@ -15,10 +15,10 @@ from devplace.auto.measure import Trial
 from devplace.auto.sources import step_sources
 from devplace.cost.analytic import Analytic
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.machine import Machine, load_machine
 from devplace.placers import Result, Search, place
 from devplace.problem import Problem
+from devplace.step_capture import capture
 
 
 class Tagger(nn.Module):

@@ -12,21 +12,21 @@ import torch
 from torch.nn import functional as F
 
 from devplace.auto.candidates import Candidate, candidates
-from devplace.auto.confirm import TIE, Confirmation, Row, confirm, confirm_trials
+from devplace.auto.confirm import TIE, Confirmation, ConfirmedRow, confirm, confirm_trials
 from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.ordinary import Ordinary, time_ordinary
-from devplace.auto.timing import Timing
+from devplace.auto.timing import StepTiming
 from devplace.errors import ExecutionError
-from devplace.graph.capture import capture
 from devplace.plan import Plan
 from devplace.run.cpu import RETRY
+from devplace.step_capture import capture
 from tests.auto.steps import captured, placed, tagger
 
 
-def row(name: str, plan: Plan, measured_ns: int | None, is_single: bool = False) -> Row:
-    timing = None if measured_ns is None else Timing(measured_ns, (measured_ns,), {}, "threads")
+def row(name: str, plan: Plan, measured_ns: int | None, is_single: bool = False) -> ConfirmedRow:
+    timing = None if measured_ns is None else StepTiming(measured_ns, (measured_ns,), {}, "threads")
     error = "" if measured_ns is not None else "it was killed"
-    return Row(
+    return ConfirmedRow(
         Candidate(name, plan, plan.predicted.step_ns, is_single), Measurement(name, timing, error)
     )
 
@@ -92,7 +92,7 @@ def test_the_verdict_says_what_won_against_what(plans: tuple[Plan, Plan]) -> Non
     slow, fast = row("search", several, 26_000_000), row("search", several, 12_050_000)
     lost = row("search", several, None)
 
-    def verdict(*rows: Row) -> str:
+    def verdict(*rows: ConfirmedRow) -> str:
         return Confirmation(rows, 1.0).verdict()
 
     assert (
@@ -115,7 +115,7 @@ def test_reasons_that_plans_share_are_told_once(plans: tuple[Plan, Plan]) -> Non
         dataclasses.replace(each.measurement, error=f"Op 'mm' failed: too large. {RETRY}")
         for each in rows
     ]
-    rows = tuple(Row(r.candidate, m) for r, m in zip(rows, failed, strict=True))
+    rows = tuple(ConfirmedRow(r.candidate, m) for r, m in zip(rows, failed, strict=True))
     message = r"^None of 2 plans could be run: cpu:0 alone, search: Op 'mm' failed: too large\. Wei"
     with pytest.raises(ExecutionError, match=message):
         _ = Confirmation(rows, 1.0).best
@@ -197,7 +197,7 @@ def test_the_users_own_step_is_told_beside_the_plans(
     own_ns: int, wins: bool, plans: tuple[Plan, Plan]
 ) -> None:
     """Its time is in the verdict, and that devplace does not pay where it is the fastest."""
-    own = Ordinary(Timing(own_ns, (own_ns,), {}, "cpu"))
+    own = Ordinary(StepTiming(own_ns, (own_ns,), {}, "cpu"))
     rows = (row("cpu:0 alone", plans[0], 200, True), row("search", plans[1], 100))
     said = Confirmation(rows, 1.0, own).verdict()
     assert f"The ordinary step takes {own_ns} ns" in said

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from devplace import workloads
+from devplace.auto.calibration_store import KIND
 from devplace.auto.costs import HOPPER, measured_machine, price, probed_machine
-from devplace.auto.learn import KIND
 from devplace.cost.profiled import KERNEL_GAP_NS, Profiled
 from devplace.cost.signature import op_calls
 from devplace.cost.timing import Timing
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.machine import Machine, presets
 from devplace.run.probe import probe_key
 from devplace.run.probe.cache import keep_text
+from devplace.step_capture import capture
 from tests.cost.timers import fake_times
 
 OP_NS = 1_000

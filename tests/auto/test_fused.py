@@ -11,7 +11,7 @@ from torch import nn
 import devplace as dp
 from devplace.auto import compiled
 from devplace.auto.compiled import compiled_step_ns
-from devplace.auto.here import fuses
+from devplace.auto.local_devices import fuses
 from devplace.kernels import fused
 
 QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}

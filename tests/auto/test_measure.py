@@ -15,11 +15,11 @@ from devplace.auto import timing
 from devplace.auto.measure import Measurer, Trial, measure
 from devplace.auto.sources import Source, step_sources
 from devplace.auto.timing import batch_of, fill, time_executor, time_plan, time_steps
-from devplace.cost.wire import pack, unpack
+from devplace.cost.graph_transport import pack, unpack
 from devplace.errors import InputError
-from devplace.graph.capture import capture
 from devplace.run.executors import make_executor
 from devplace.run.schedule import make_schedule
+from devplace.step_capture import capture
 from tests.auto.steps import captured, hostile, placed, trials
 
 SHORT = 0.05
@@ -154,7 +154,7 @@ def test_an_op_of_the_users_is_measured_here() -> None:
         def forward(self, x: Any) -> Any:
             return twice(x) + 1
 
-    from devplace.graph.capture import capture
+    from devplace.step_capture import capture
 
     batch = (torch.randn(3),)
     graph = capture(Doubling(), batch)

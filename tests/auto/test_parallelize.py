@@ -14,7 +14,7 @@ from torch import nn
 import devplace as dp
 from devplace.auto import choose as choose_module
 from devplace.auto import parallelize as module
-from devplace.auto.clock import Clock
+from devplace.auto.clock import BudgetClock
 from devplace.auto.confirm import TIE
 from devplace.auto.measure import Measurer
 from devplace.errors import (
@@ -344,11 +344,11 @@ def test_models_that_cannot_run_are_refused() -> None:
 
 def test_the_budget_covers_everything() -> None:
     """Search and measuring share what capture leaves; a best single device can always be run."""
-    clock = Clock(10.0, None, started=0.0)
+    clock = BudgetClock(10.0, None, started=0.0)
     assert clock.spent > 1
     assert clock.confirm_seconds() == 15.0
     assert clock.search_budget(2, True).seconds == 0.5
-    assert Clock.parse("500ev").search_budget(3, True).evaluations == 500
+    assert BudgetClock.parse("500ev").search_budget(3, True).evaluations == 500
     assert choose_module.Choice((), None).notes == ()
 
 

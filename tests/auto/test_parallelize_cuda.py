@@ -12,7 +12,7 @@ from torch import nn
 
 import devplace as dp
 from devplace import workloads
-from devplace.auto.here import capture_device, excluded
+from devplace.auto.local_devices import capture_device, excluded
 from devplace.auto.measure import Measurer, Trial
 from devplace.auto.sources import step_sources
 from devplace.cost.analytic import Analytic

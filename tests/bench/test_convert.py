@@ -8,7 +8,7 @@ import pytest
 from devplace.bench.convert import dataflow_problem, load_problem, round_load
 from devplace.errors import InputError
 from devplace.instances import load_instance, suites
-from devplace.load import loads
+from devplace.pipelining import loads
 from devplace.problem import Placement
 from devplace.simulator import simulate
 from devplace.verify import verify_makespan, verify_throughput

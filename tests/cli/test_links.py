@@ -58,7 +58,7 @@ def test_many_devices_are_listed_by_kind():
 
 def test_kinds_that_are_left_out_are_told(monkeypatch):
     """No more rows than are of use, however many kinds there are."""
-    monkeypatch.setattr(links, "MOST_KINDS", 1)
+    monkeypatch.setattr(links, "MAX_KINDS", 1)
     found, note = rows(star(20))
     assert [row[0] for row in found] == ["342"]
     assert "Left out are the rarest kinds, 1 of 2." in note

@@ -20,7 +20,7 @@ MEASURED = [
 def test_a_step_is_priced_within_a_factor_of_two(workload, machine, measured_ms):
     """The sum of all op costs on one card lies within a factor of two of the measured step."""
     from devplace import workloads
-    from devplace.graph.capture import capture
+    from devplace.step_capture import capture
 
     work = workloads.build(workload, device="meta")
     sgd = torch.optim.SGD(work.model.parameters(), lr=0.1)

@@ -15,7 +15,7 @@ from devplace.cost.pricing import Priced, Pricing
 from devplace.cost.signature import OpCall, op_calls
 from devplace.cost.timing import Timing
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
+from devplace.step_capture import capture
 
 NS = {"aten.addmm.default": 9_000, "aten.relu.default": 1_000}
 
@@ -82,7 +82,7 @@ def test_the_factor_is_kept_for_its_step(tmp_path: Path) -> None:
 def test_of_a_long_step_a_part_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth op of one that takes three and a half times as long as a round may."""
     whole_ns = 6 * sum(NS.values())
-    monkeypatch.setattr(pricing, "MOST_SUSTAINED_NS", whole_ns * 2 // 7)
+    monkeypatch.setattr(pricing, "MAX_SUSTAINED_NS", whole_ns * 2 // 7)
     card = Card(None)
     card.price(graph(6))
     assert card.steps == [([*NS] * 6)[::4]]

@@ -18,9 +18,9 @@ from devplace.cost.profiled import Profiled
 from devplace.cost.signature import OpCall, TensorSpec, op_calls
 from devplace.cost.timing import Timing, free_bytes
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.kernels.prepare import Prepared
 from devplace.machine import Machine, detect, presets
+from devplace.step_capture import capture
 
 NAMES = ["rnnlm", "nmt-2", "gnmt-4", "bert-base", "gpt-2", "llama", "vit-b-16", "moe", "resnet-50"]
 NAMES += ["inception-v3"]

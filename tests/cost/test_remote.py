@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from devplace.cost import remote, sustained, timing
-from devplace.cost.process import Child
 from devplace.cost.profiled import Profiled
 from devplace.cost.signature import op_calls
 from devplace.cost.table import CostTable
+from devplace.cost.worker_process import WorkerProcess
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.machine import detect
+from devplace.step_capture import capture
 
 
 class Around(nn.Module):
@@ -74,7 +74,7 @@ def test_a_kernel_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_after_some_deaths_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left is estimated, which is said."""
-    monkeypatch.setattr(remote, "MOST_DEATHS", 1)
+    monkeypatch.setattr(remote, "MAX_DEATHS", 1)
     _, table = priced(Around(hostile.aborts), torch.randn(4, 8))
     first, second = sorted(unmeasured(table))
     assert "aborts" in first
@@ -233,7 +233,7 @@ def test_indices_of_all_kinds_are_timed(
     assert unmeasured(table) == []
 
 
-class Here(Child):
+class Here(WorkerProcess):
     """This process in place of another."""
 
     kept: ClassVar[dict[Any, Any]] = {}

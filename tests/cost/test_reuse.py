@@ -25,7 +25,7 @@ MIB = 2**20
 def test_cold_inputs_equal_a_slow_count(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Walking back from each op to the last touch of its input, summing what was touched since."""
     monkeypatch.setattr(reuse, "FRESH_BYTES", 2000)
-    monkeypatch.setattr(reuse, "LEAST_COLD_BYTES", 100)
+    monkeypatch.setattr(reuse, "MIN_COLD_BYTES", 100)
     graph = captured("bert-base")
     order = np.random.default_rng(seed).permutation(len(graph.ops)).tolist()
     ran = [op for op in order if not graph.ops[op].is_view and not graph.ops[op].is_source]
@@ -112,7 +112,7 @@ def times(call: OpCall) -> timing.Timing:
 def priced(monkeypatch: pytest.MonkeyPatch) -> tuple[OpGraph, Machine, CostTable, FakeTimer]:
     """Products of 4 MiB matrices on a made-up GPU, all ops timed."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(12)))
-    from devplace.graph.capture import capture
+    from devplace.step_capture import capture
 
     graph = capture(model.to("meta"), (torch.empty(1024, 1024, device="meta"),))
     timer = fake_times(monkeypatch, times, "card")

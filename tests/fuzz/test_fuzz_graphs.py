@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from devplace.errors import DevplaceError
-from devplace.graph.capture.archive import load_program
-from devplace.graph.capture.exported import read_pt2
+from devplace.step_capture.archive import load_program
+from devplace.step_capture.exported import read_pt2
 from tests.fuzz.mutate import mutated
 from tests.fuzz.test_fuzz import COUNT, KEPT, LIMIT_S, time_limit
 

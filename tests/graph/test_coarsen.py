@@ -135,7 +135,7 @@ def test_a_captured_mlp_has_its_weight_gradients_on_the_side() -> None:
     import torch
     from torch import nn
 
-    from devplace.graph.capture import capture
+    from devplace.step_capture import capture
 
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters())

@@ -15,7 +15,6 @@ from tests.run.tracing import place_by_module
 from torch import nn
 
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.kernels import compilers
 from devplace.kernels import prepare as preparing
 from devplace.kernels.compilers import Compilers
@@ -24,6 +23,7 @@ from devplace.kernels.prepare import any_compiled, prepare
 from devplace.run.schedule import make_schedule
 from devplace.run.unplaced import run_unplaced
 from devplace.run.write_back import write_backs
+from devplace.step_capture import capture
 
 Patch = pytest.MonkeyPatch
 
@@ -81,7 +81,7 @@ def test_worker_processes_compile_what_a_step_needs(monkeypatch: Patch) -> None:
 
 FAKE = """
     import os, sys
-    from devplace.kernels import worker
+    from devplace.kernels import compile_worker
     from devplace.kernels.signature import place_of
     from devplace.kernels.store import KernelStore
 

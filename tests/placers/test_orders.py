@@ -10,8 +10,8 @@ import pytest
 
 from devplace.errors import InfeasibleError
 from devplace.placers import Expert, Greedy, Layers, MinCutRepaired, Search, Single, place
+from devplace.placers.margin_retry import with_priority
 from devplace.placers.orders import has_micro_batches, in_trace_order
-from devplace.placers.rounds import with_priority
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
 from devplace.simulator import make_kernel, simulate

@@ -6,11 +6,11 @@ import itertools
 import time
 
 import pytest
-from tests.load.tiny import native
+from tests.pipelining.tiny import native
 from tests.strategies import random_problem
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
-from devplace.load import step_solve
+from devplace.pipelining import step_solve
 from devplace.placers import (
     Budget,
     Contiguous,
@@ -167,7 +167,7 @@ def test_no_more_is_tried_than_the_budget_allows(evaluations, tries_all, is_nati
     """Placements simulated by the starts and by the solver, and moves, are counted together, also
     beside a limit of time."""
     if not tries_all:
-        monkeypatch.setattr(step_solve, "_MOST_TRIED", 0.5)
+        monkeypatch.setattr(step_solve, "_MAX_TRIED", 0.5)
     simulated = []
     real = step_solve.simulate
     monkeypatch.setattr(step_solve, "simulate", lambda *of: simulated.append(of) or real(*of))
@@ -212,7 +212,7 @@ def test_a_limit_of_time_holds_beside_one_of_evaluations(monkeypatch):
         return real(model, seconds, *rest, max_evaluations=min(5, max_evaluations), **more)
 
     monkeypatch.setattr(step_solve, "solve", spy)
-    monkeypatch.setattr(step_solve, "_MOST_TRIED", 0.5)
+    monkeypatch.setattr(step_solve, "_MAX_TRIED", 0.5)
     monkeypatch.setattr(step_solve._Run, "_settled", lambda run: len(given) > 2)
     for budget in (Budget(7.0, 10**9), Budget(evaluations=10**9)):
         given.clear()

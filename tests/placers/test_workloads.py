@@ -11,11 +11,11 @@ import torch
 from devplace import workloads
 from devplace.cost import Analytic
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.machine import presets
 from devplace.placers import Budget, by_name, place
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
+from devplace.step_capture import capture
 
 NAMES = (
     "expert",

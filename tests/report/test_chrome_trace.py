@@ -17,7 +17,7 @@ from tests.strategies import problems, random_placement
 from devplace.errors import InputError
 from devplace.problem import Problem
 from devplace.report import chrome_trace, measured_summary, not_observed, save_chrome_trace
-from devplace.run.schedule import Transfer
+from devplace.run.schedule import PlannedTransfer
 from devplace.run.timeline import MeasuredTimeline
 from devplace.simulator import Timeline, simulate
 
@@ -101,7 +101,7 @@ def test_s71_planned_and_observed_stand_side_by_side() -> None:
     """Every op that ran is in a row of its device in both processes; the transfers are, too."""
     problem = make_problem(chain_graph(2), machine(2))
     timeline = placed(problem, {"layer0": "cuda:0"}, "cuda:1").timeline
-    transfers = [Transfer(t.tensor, t.src, t.dst, 100) for t in timeline.transfers]
+    transfers = [PlannedTransfer(t.tensor, t.src, t.dst, 100) for t in timeline.transfers]
     trace = chrome_trace(timeline, as_measured(timeline, OP_NS), transfers)
     planned, seen = rows_of(trace, "planned"), rows_of(trace, "measured")
     assert list(planned) == list(seen)
@@ -147,6 +147,6 @@ def test_measurements_of_another_plan_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="must be of the planned graph"):
         chrome_trace(timeline, as_measured(other))
     with pytest.raises(InputError, match="must be those of the schedule"):
-        chrome_trace(timeline, as_measured(timeline), [Transfer(0, 0, 0, 1)])
+        chrome_trace(timeline, as_measured(timeline), [PlannedTransfer(0, 0, 0, 1)])
     with pytest.raises(InputError, match="Cannot write trace"):
         save_chrome_trace(tmp_path / "no" / "trace.json", timeline)

@@ -10,7 +10,7 @@ from tests.report.steps import OP_NS, chain_graph, machine, make_problem, placed
 
 from devplace.errors import InputError
 from devplace.report import Deviation, deviations
-from devplace.run.schedule import Transfer
+from devplace.run.schedule import PlannedTransfer
 from devplace.run.timeline import MeasuredTimeline
 from devplace.simulator import Timeline
 
@@ -21,7 +21,9 @@ def split_chain() -> Timeline:
     return placed(problem, {"layer1": "cuda:1", "loss": "cuda:1"}, "cuda:0").timeline
 
 
-def as_planned(timeline: Timeline, **changes: Any) -> tuple[MeasuredTimeline, list[Transfer]]:
+def as_planned(
+    timeline: Timeline, **changes: Any
+) -> tuple[MeasuredTimeline, list[PlannedTransfer]]:
     """A measured timeline equal to the plan, but for given changes (op name -> ns longer)."""
     graph = timeline.problem.graph
     start, finish = timeline.start_ns.copy(), timeline.finish_ns.copy()
@@ -39,7 +41,9 @@ def as_planned(timeline: Timeline, **changes: Any) -> tuple[MeasuredTimeline, li
         timeline.makespan_ns + changes.get("step", 0),
     )
     sizes = graph.tensors
-    return measured, [Transfer(t.tensor, t.src, t.dst, sizes[t.tensor].num_bytes) for t in moved]
+    return measured, [
+        PlannedTransfer(t.tensor, t.src, t.dst, sizes[t.tensor].num_bytes) for t in moved
+    ]
 
 
 def test_a_step_as_planned_deviates_nowhere() -> None:

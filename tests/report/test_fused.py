@@ -15,7 +15,6 @@ from devplace import workloads
 from devplace.cost import CostTable
 from devplace.cost.analytic import Analytic
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.graph.fusion import fuse
 from devplace.machine import Machine, load_machine
 from devplace.placers import Even, Single, place
@@ -30,6 +29,7 @@ from devplace.report import (
 )
 from devplace.report.fallback import fallbacks
 from devplace.simulator import Timeline, simulate
+from devplace.step_capture import capture
 from devplace.testing import hand_machine, hand_placement
 
 

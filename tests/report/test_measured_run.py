@@ -8,13 +8,13 @@ from tests.report.test_chrome_trace import rows_of
 from tests.strategies import random_placement
 
 from devplace.cost.analytic import Analytic
-from devplace.graph.capture import capture
 from devplace.machine import load_machine
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.report import chrome_trace, measured_summary, memory_rows, not_observed
 from devplace.run.compile import compile_step
 from devplace.simulator import simulate
+from devplace.step_capture import capture
 
 
 def test_s71_every_planned_op_is_observed_on_its_device() -> None:

@@ -49,7 +49,7 @@ real_gpu = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")
 not_on_one = pytest.mark.skipif(ON_ONE, reason="needs CUDA devices apart")
 
 
-MOST_DRAWS_ON_ONE = 30
+MAX_DRAWS_ON_ONE = 30
 
 
 def skip_on_one(graph: OpGraph) -> None:
@@ -58,7 +58,7 @@ def skip_on_one(graph: OpGraph) -> None:
     With 37 or 73 of them, each with a generator that is seeded before a launch, tensors did not
     arrive in time on one H200; on GPUs apart the same steps run. What holds them up is not known.
     """
-    if ON_ONE and len(graph.program.random_ops) > MOST_DRAWS_ON_ONE:
+    if ON_ONE and len(graph.program.random_ops) > MAX_DRAWS_ON_ONE:
         pytest.skip("steps that draw in many ops do not end on one GPU")
 
 

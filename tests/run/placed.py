@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.run.compile import Step, compile_step
+from devplace.step_capture import capture
 from tests.run.tracing import place_by_module, random_placement
 
 NAMES = ("cpu:0", "cpu:1", "cpu:2")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from devplace.graph.capture import capture
 from devplace.problem.core import build_tasks
 from devplace.run.schedule import make_schedule
+from devplace.step_capture import capture
 from tests.run.models import Normed, Residual, Tied, mean_square, next_token
 from tests.run.placed import NAMES, adam
 from tests.run.tracing import snap

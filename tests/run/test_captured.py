@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from devplace.errors import CaptureError, InputError, PlanMismatchError
-from devplace.graph.capture import capture
 from devplace.run.compile import compile_step
 from devplace.run.copies import laid_out
+from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import NAMES, all_on, at_random, make_step, sgd, train_eager
 

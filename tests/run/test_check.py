@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from devplace.errors import VerificationError
-from devplace.graph.capture import capture
 from devplace.run.check import CheckReport, check, compare
-from devplace.run.schedule import Transfer
+from devplace.run.schedule import PlannedTransfer
+from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, Tied, mean_square, next_token
 from tests.run.placed import NAMES, adam, at_random, sgd
 from tests.run.tracing import snap
@@ -83,7 +83,7 @@ def test_s48_a_mask_applied_twice_is_caught() -> None:
     assert sum(is_mask) == 1
     assert sum(reads_mask) >= 1
 
-    def square(value: Any, transfer: Transfer) -> Any:
+    def square(value: Any, transfer: PlannedTransfer) -> Any:
         return value * value * 2 if is_mask[graph.producer[transfer.tensor]] else value.clone()
 
     placed = snap(graph, devices, 3)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from devplace.errors import CaptureError, ExecutionError, InputError, PlanMismatchError
-from devplace.graph.capture import capture
 from devplace.run.compile import compile_step
+from devplace.step_capture import capture
 from tests.run.models import Clipped, mean_square
 from tests.run.placed import (
     NAMES,

@@ -15,13 +15,13 @@ from torch import nn
 
 from devplace import workloads
 from devplace.errors import ExecutionError, InputError
-from devplace.graph.capture import capture
 from devplace.run.check import check
 from devplace.run.compile import compile_step
 from devplace.run.cuda import CudaExecutor
 from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam, largest_difference, sgd, train_eager
@@ -212,7 +212,7 @@ def test_s06_devices_outside_the_plan_are_not_touched() -> None:
         from dataclasses import replace
         from tests.run.models import Clipped, mean_square
         from tests.run.tracing import random_placement
-        from devplace.graph.capture import capture
+        from devplace.step_capture import capture
         from devplace.run.compile import compile_step
         model, x = Clipped(), torch.randn(8, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

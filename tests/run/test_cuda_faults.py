@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from devplace.errors import DeviceMemoryError, ExecutionError, GraphCaptureError, LateTensorError
-from devplace.graph.capture import capture
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor, graphs
 from devplace.run.cuda.eager import EagerRunner
@@ -26,6 +25,7 @@ from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, mean_square
 from tests.run.placed import adam

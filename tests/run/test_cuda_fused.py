@@ -13,10 +13,10 @@ from torch import nn
 
 from devplace import workloads
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.kernels import fused
 from devplace.run.check import check
 from devplace.run.compile import compile_step
+from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import mean_square
 from tests.run.placed import adam

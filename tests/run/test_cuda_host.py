@@ -13,7 +13,6 @@ from torch import nn
 
 from devplace import workloads
 from devplace.errors import ExecutionError, PlanError
-from devplace.graph.capture import capture
 from devplace.run.check import check
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor
@@ -21,6 +20,7 @@ from devplace.run.cuda.routes import has_cpu_form
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam, largest_difference, sgd, train_eager

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from devplace.errors import DeviceMemoryError
-from devplace.graph.capture import capture
 from devplace.run.compile import compile_step
 from devplace.run.cuda.eager import EagerRunner
 from devplace.run.cuda.memory import SPARE_BYTES, DeviceMemory
 from devplace.simulator.heap import LARGE_PAGE_BYTES
+from devplace.step_capture import capture
 from tests.run.models import Normed, mean_square
 from tests.run.placed import adam
 from tests.run.test_cuda_faults import MIB, NUM_GPUS, executor_of, hog, make, warm, wide

@@ -13,9 +13,9 @@ from torch import nn
 
 from devplace import workloads
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.run.check import CheckReport, check
 from devplace.run.compile import Step, compile_step
+from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, Containers, Normed, Tied, Unrolled, mean_square, next_token
 from tests.run.placed import largest_difference

@@ -13,7 +13,7 @@ import torch
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.eager import _Copies
 from devplace.run.cuda.host import HostDevice
-from devplace.run.schedule import Transfer
+from devplace.run.schedule import PlannedTransfer
 
 
 class FakeGpu(CudaDevice):
@@ -30,7 +30,7 @@ class FakeGpu(CudaDevice):
 
 
 def copies(sender: Any, receiver: Any, layouts: dict[int, Any]) -> _Copies:
-    transfer = Transfer(tensor=0, src=0, dst=1, num_bytes=8)
+    transfer = PlannedTransfer(tensor=0, src=0, dst=1, num_bytes=8)
     schedule: Any = SimpleNamespace(transfers=(transfer,))
     return _Copies(schedule, {0: sender, 1: receiver}, ("peer",), layouts, {}, {})
 

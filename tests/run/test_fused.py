@@ -14,7 +14,6 @@ from torch import nn
 from devplace import placers, workloads
 from devplace.cost.analytic import Analytic
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.graph.fusion.call import FusedCall
 from devplace.kernels import fused
 from devplace.machine import load_machine
@@ -25,6 +24,7 @@ from devplace.run.compile import compile_step
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
 from devplace.run.unplaced import run_unplaced
+from devplace.step_capture import capture
 from tests.run.models import Containers, Normed, Residual, Tied, mean_square, next_token
 from tests.run.placed import NAMES, adam, at_random, sgd, train_eager
 from tests.run.tracing import random_placement

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from devplace.cost import CostTable
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.problem import Placement, Problem
 from devplace.run.executors import runs_on_cuda
 from devplace.run.linear import (
@@ -21,9 +20,10 @@ from devplace.run.linear import (
     lane_of,
     linear_order,
 )
-from devplace.run.schedule import Schedule, Transfer, make_schedule
+from devplace.run.schedule import PlannedTransfer, Schedule, make_schedule
 from devplace.simulator.in_order import simulate_in_order
-from devplace.simulator.joins import COPY_ENGINE_BYTES, JOINED_BYTES, join_positions
+from devplace.simulator.send_lifetimes import COPY_ENGINE_BYTES, JOINED_BYTES, join_positions
+from devplace.step_capture import capture
 from devplace.testing import hand_machine
 from tests.run.tracing import random_placement, trace
 
@@ -51,7 +51,7 @@ def schedule_of(seed: int, num_devices: int) -> Schedule:
 def ends(
     schedule: Schedule,
     joins: dict[int, tuple[int, ...]],
-    lane: Callable[[Transfer], int] = lane_of,
+    lane: Callable[[PlannedTransfer], int] = lane_of,
 ) -> bool:
     """Whether a step ends on devices that run no push while they wait, and pushes last of all."""
     pushed: set[int] = set()
@@ -94,7 +94,7 @@ def test_steps_end_on_devices_without_concurrency(seed: int, num_devices: int) -
 def test_steps_end_whatever_shares_a_lane(seed: int, large: set[int]) -> None:
     """They do so too when some tensors for all receivers share one stream."""
 
-    def lane(transfer: Transfer) -> int:
+    def lane(transfer: PlannedTransfer) -> int:
         return -1 if transfer.tensor in large else transfer.dst
 
     schedule = schedule_of(seed, 3)
@@ -107,7 +107,7 @@ def test_steps_end_whatever_shares_a_lane(seed: int, large: set[int]) -> None:
 def test_what_is_not_waited_for_has_come(seed: int, large: set[int], direct: bool) -> None:
     """Where lanes carry no more than waits force them to, just what has come is not waited for."""
 
-    def lane(transfer: Transfer) -> int:
+    def lane(transfer: PlannedTransfer) -> int:
         return -1 if transfer.tensor in large else transfer.dst
 
     def is_pushed(transfer: int) -> bool:
@@ -136,7 +136,7 @@ def test_what_is_not_waited_for_has_come(seed: int, large: set[int], direct: boo
 def test_large_tensors_share_the_lane_of_the_engine() -> None:
     """Small tensors for one receiver share a lane, large ones to all receivers another."""
     small, large = COPY_ENGINE_BYTES - 1, COPY_ENGINE_BYTES
-    lanes = [lane_of(Transfer(0, 0, dst, size)) for dst in (1, 2) for size in (small, large)]
+    lanes = [lane_of(PlannedTransfer(0, 0, dst, size)) for dst in (1, 2) for size in (small, large)]
     assert lanes == [1, -1, 2, -1]
 
 
@@ -212,7 +212,7 @@ def mixed_sizes(width: int) -> OpGraph:
 
 
 def joined_at(schedule: Schedule) -> dict[int, int]:
-    """Transfer -> how many ops its sender does before it joins it, as `FlagCarrier` does."""
+    """PlannedTransfer -> how many ops its sender does before it joins it, as `FlagCarrier` does."""
     waits, freed = joined_before(schedule, linear_order(schedule)), freed_before(schedule)
     found: dict[int, int] = {}
     for device, instructions in enumerate(schedule.instructions):

@@ -11,15 +11,15 @@ from torch import nn
 
 from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
-from devplace.cost.wire import pack, unpack
+from devplace.cost.graph_transport import pack, unpack
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.run.check import check
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import CpuExecutor
 from devplace.run.schedule import make_schedule
 from devplace.run.seeds import RandomKeys, op_seed
 from devplace.run.unplaced import run_unplaced
+from devplace.step_capture import capture
 from tests.run.models import mean_square
 from tests.run.placed import adam
 from tests.run.tracing import random_placement

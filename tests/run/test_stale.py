@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from devplace.errors import PlanMismatchError
-from devplace.graph.capture import capture
 from devplace.run.compile import Step
+from devplace.step_capture import capture
 from tests.run.models import Clipped, mean_square
 from tests.run.placed import at_random, make_step
 

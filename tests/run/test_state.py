@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from devplace.errors import PlanMismatchError
-from devplace.graph.capture import capture
 from devplace.run.state import ModelState, invent
+from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam, at_random, make_step, sgd, train_eager
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from devplace.errors import PlanMismatchError
-from devplace.graph.capture import capture
 from devplace.run.check import check
 from devplace.run.compile import compile_step
+from devplace.step_capture import capture
 from tests.run.models import (
     Borrowing,
     Clipped,

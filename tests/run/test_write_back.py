@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from devplace.graph.capture import capture
 from devplace.run.cpu import CpuExecutor
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState
 from devplace.run.write_back import DeviceWrites, write_backs
+from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam, sgd
 from tests.run.tracing import place_by_module, random_placement

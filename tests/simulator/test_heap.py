@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from devplace.simulator.heap import (
     BLOCK_BYTES,
     LARGE_PAGE_BYTES,
-    MOST_SMALL_BYTES,
+    MAX_SMALL_BYTES,
     SMALL_PAGE_BYTES,
     Heap,
     Piece,
@@ -107,9 +107,9 @@ def test_the_free_end_is_used_last() -> None:
 def test_small_and_large_tensors_lie_apart() -> None:
     """1 MiB is small, a byte more is large; each class grows by its own pages."""
     heap = Heap()
-    small = heap.take(MOST_SMALL_BYTES)
+    small = heap.take(MAX_SMALL_BYTES)
     assert heap.num_bytes == SMALL_PAGE_BYTES
-    large = heap.take(MOST_SMALL_BYTES + 1)
+    large = heap.take(MAX_SMALL_BYTES + 1)
     assert heap.num_bytes == SMALL_PAGE_BYTES + LARGE_PAGE_BYTES
     assert (small.is_small, large.is_small) == (True, False)
     heap.give(small)

@@ -14,11 +14,11 @@ from tests.strategies import problems, random_placement, random_problem
 
 from devplace import placers
 from devplace.placers import chains
-from devplace.placers.annealing import Moves, Schedule
+from devplace.placers.annealing import CoolingSchedule, Moves
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import mean_duration_ns
-from devplace.placers.local_search.classes import Best, make_classes
+from devplace.placers.local_search.classes import BestPlacement, make_classes
 from devplace.placers.local_search.explore import Explorer
 from devplace.problem import Placement, Problem
 from devplace.simulator.kernel import NativeKernel, native_module
@@ -55,13 +55,15 @@ def test_moves_give_the_step_time_of_a_whole_simulation(problem: Problem, seed: 
     np.testing.assert_array_equal(found, np.where(right <= limits, right, LARGEST))
 
 
-def explorer_of(problem: Problem, chains: int, seed: int, threads: int) -> tuple[Explorer, Best]:
+def explorer_of(
+    problem: Problem, chains: int, seed: int, threads: int
+) -> tuple[Explorer, BestPlacement]:
     """An explorer with a start."""
     rng = np.random.default_rng(seed)
     evaluate = Evaluator(problem, Budget(evaluations=100_000), threads)
     groups = np.zeros(problem.core.tasks.num_groups, np.int32)
     groups[problem.core.tasks.group] = problem.task_devices(random_placement(problem, rng))
-    return Explorer(problem, evaluate, rng, chains), Best(groups, 0, 0)
+    return Explorer(problem, evaluate, rng, chains), BestPlacement(groups, 0, 0)
 
 
 @settings(max_examples=120, deadline=None)
@@ -74,7 +76,7 @@ def test_what_chains_report_is_what_a_simulation_gives(problem: Problem, seed: i
         problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
     )
     explorer, start = explorer_of(problem, 2, seed, 1)
-    schedule = Schedule(0.01, 0.3, 60, 1000, 0.0)
+    schedule = CoolingSchedule(0.01, 0.3, 60, 1000, 0.0)
     devices = list(problem.usable_devices)
     check = Evaluator(problem, Budget())
     for best in explorer.run(classes, [start], devices, 1.0, schedule):
@@ -95,7 +97,7 @@ def test_chains_are_the_same_on_any_number_of_threads() -> None:
     found = []
     for threads in (1, 3):
         explorer, start = explorer_of(problem, 4, 5, threads)
-        schedule = Schedule(0.01, 0.3, 300, 10_000, 0.0)
+        schedule = CoolingSchedule(0.01, 0.3, 300, 10_000, 0.0)
         found.append(explorer.run(classes, [start], list(problem.usable_devices), 1.0, schedule))
     for one, other in zip(*found, strict=True):
         assert one.key == other.key
@@ -111,8 +113,8 @@ def test_chains_keep_to_the_budget_of_evaluations() -> None:
         problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
     )
     explorer = Explorer(problem, evaluate, np.random.default_rng(0), 4)
-    start = Best(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
-    schedule = Schedule(0.01, 0.3, 10**9, 10**9, 0.0)
+    start = BestPlacement(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
+    schedule = CoolingSchedule(0.01, 0.3, 10**9, 10**9, 0.0)
     explorer.run(classes, [start], list(problem.usable_devices), 1.0, schedule)
     assert 190 <= evaluate.num_evaluations <= 200
 
@@ -174,7 +176,7 @@ def test_native_chains_are_those_of_plain_python(problem: Problem, seed: int) ->
     explorer, start = explorer_of(problem, 2, seed, 1)
     space = explorer._space(classes, list(problem.usable_devices))
     moves = Moves(fresh_share=0.5) if seed % 2 else Moves()
-    schedule = Schedule(0.02, 0.4, 50, 1000, 0.0, moves)
+    schedule = CoolingSchedule(0.02, 0.4, 50, 1000, 0.0, moves)
     starts, seeds = np.stack([start.groups] * 2), np.array([seed, seed + 1], np.int64)
     given = np.arange(2 * problem.core.tasks.num_tasks, dtype=np.int64).reshape(2, -1)
     for priorities in (None, given):
@@ -204,7 +206,7 @@ def test_a_chain_that_cannot_find_better_ends(is_native: bool) -> None:
     start = np.zeros((1, problem.core.tasks.num_groups), np.int32)  # does not fit
     found = []
     for least in (0, tiny.step_ns):
-        schedule = Schedule(0.3, 0.3, 500, 1000, 0.0, least_ns=least)
+        schedule = CoolingSchedule(0.3, 0.3, 500, 1000, 0.0, least_ns=least)
         arguments = (space, schedule, start, None, np.array([3], np.int64))
         if is_native:
             found.append(NativeKernel(native, problem.core).anneal(*arguments, 1))
@@ -228,7 +230,7 @@ def test_ctrl_c_ends_chains_and_keeps_what_they_found(threads: int) -> None:
     classes = make_classes(
         problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
     )
-    endless = Schedule(0.01, 0.3, 2**62, 2**62, 0.0)
+    endless = CoolingSchedule(0.01, 0.3, 2**62, 2**62, 0.0)
     main = threading.main_thread().ident or 0
     timer = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()

@@ -8,9 +8,9 @@ from tests.run import gpus
 from tests.run.models import Normed, mean_square
 from tests.run.placed import adam
 
-from devplace.graph.capture import capture
 from devplace.run.check import check
 from devplace.run.cuda import executor
+from devplace.step_capture import capture
 from devplace.testing.one_gpu import one_gpu
 
 pytestmark = [*gpus.MARKS, gpus.real_gpu]

@@ -10,10 +10,10 @@ from torch import nn
 
 from devplace.cost import Analytic
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.machine import Machine
 from devplace.placers import Result
 from devplace.problem import Problem
+from devplace.step_capture import capture
 
 
 def chain(sizes: Sequence[int], ns: str = "100", activation: int = 1) -> str:

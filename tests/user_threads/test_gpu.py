@@ -33,9 +33,9 @@ from torch import nn
 
 import devplace as dp
 from devplace.errors import VerificationError
-from devplace.graph.capture import capture
 from devplace.run.check import check
 from devplace.run.compile import Step, compile_step
+from devplace.step_capture import capture
 
 pytestmark = gpus.MARKS
 two_gpus = gpus.needs(2)

@@ -19,9 +19,9 @@ from tests.user_threads.helpers import mlp, priced
 from torch import nn
 
 import devplace as dp
-from devplace.graph.capture import capture
 from devplace.machine import detect
 from devplace.run.compile import compile_step
+from devplace.step_capture import capture
 
 pytestmark = gpus.MARKS
 two_gpus = gpus.needs_apart(2)

@@ -18,9 +18,9 @@ from tests.user_threads.helpers import mlp
 
 import devplace as dp
 from devplace.cost.profiled import Profiled
-from devplace.graph.capture import capture
 from devplace.machine import detect
 from devplace.run.probe.measure import run_probe
+from devplace.step_capture import capture
 
 pytestmark = [*gpus.MARKS, gpus.real_gpu]
 two_gpus = gpus.needs_apart(2)

@@ -21,9 +21,9 @@ from torch import nn
 import devplace as dp
 from devplace import workloads
 from devplace.errors import ExecutionError, PlanError
-from devplace.graph.capture import capture
 from devplace.machine import detect
 from devplace.run.compile import compile_step
+from devplace.step_capture import capture
 
 pytestmark = [*gpus.MARKS, gpus.real_gpu]
 two_gpus = gpus.needs_apart(2)

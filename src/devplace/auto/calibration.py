@@ -33,9 +33,9 @@ ROUNDS = 60
 SPREAD = 0.4
 GAP_EVERY = 5
 """Every so many rounds the kernel gap alone is fitted."""
-LEAST_STEPS = 4
+MIN_STEPS = 4
 # Largest changes from the constants a fit starts with; with few steps it could go anywhere.
-MOST_CHANGE = 4.0
+MAX_CHANGE = 4.0
 KERNEL_GAP = "kernel_gap_ns"
 LINK_CONSTANTS = (
     "send_overhead_ns",
@@ -177,11 +177,11 @@ def fit(
     measured).
 
     Constants of transfers are fitted to steps on two or more GPUs; the kernel gap to all whose
-    costs tell where it is. With fewer than LEAST_STEPS of them, they stay as they are.
+    costs tell where it is. With fewer than MIN_STEPS of them, they stay as they are.
 
     Args:
-        observations: At least LEAST_STEPS steps.
-        start: Where to begin; no constant changes by more than a factor of MOST_CHANGE.
+        observations: At least MIN_STEPS steps.
+        start: Where to begin; no constant changes by more than a factor of MAX_CHANGE.
         seed: Of the random search.
         rounds: Constants tried; each takes one simulation per step, every GAP_EVERY-th two.
         seconds: After which no more are tried, s.
@@ -193,7 +193,7 @@ def fit(
     free = fittable(observations, constants)
     if not free:
         raise InputError(
-            f"A calibration needs at least {LEAST_STEPS} measured steps that the constants matter "
+            f"A calibration needs at least {MIN_STEPS} measured steps that the constants matter "
             f"to, got {len(observations)} steps in all. Run more plans."
         )
     fits_links, fits_gap = free != (KERNEL_GAP,), KERNEL_GAP in free
@@ -215,8 +215,8 @@ def fit(
 
 def fittable(observations: Sequence[MeasuredStep], constants: Collection[str]) -> tuple[str, ...]:
     """Those of these constants for which there are enough steps."""
-    gap = _num_with_gaps(observations) >= LEAST_STEPS
-    links = _num_several(observations) >= LEAST_STEPS
+    gap = _num_with_gaps(observations) >= MIN_STEPS
+    links = _num_several(observations) >= MIN_STEPS
     return tuple(
         name for name in CONSTANTS if name in constants and (gap if name == KERNEL_GAP else links)
     )
@@ -289,7 +289,7 @@ def _with_best_gap(
     slope = (_predicted(steps, larger) - predicted) / more
     if not slope.any():
         return now
-    gaps = np.arange(math.ceil(first / MOST_CHANGE), math.floor(first * MOST_CHANGE) + 1)
+    gaps = np.arange(math.ceil(first / MAX_CHANGE), math.floor(first * MAX_CHANGE) + 1)
     lines = np.maximum(1.0, predicted + slope * (gaps[:, None] - gap))
     errors = (np.log(lines / _measured(steps)) ** 2).sum(1)
     return msgspec.structs.replace(now, kernel_gap_ns=int(gaps[errors.argmin()]))
@@ -305,7 +305,7 @@ def _changed(
     changes: dict[str, float] = {}
     for name in rng.choice(names, min(len(names), int(rng.integers(1, 3))), replace=False):
         first, value = getattr(start, name), getattr(now, name) * math.exp(rng.normal(0, spread))
-        value = min(max(value, first / MOST_CHANGE), first * MOST_CHANGE)
+        value = min(max(value, first / MAX_CHANGE), first * MAX_CHANGE)
         if name.endswith("_share"):
             value = min(value, 1.0)
         changes[str(name)] = round(value) if name.endswith("_ns") else value

@@ -9,9 +9,9 @@ import numpy as np
 
 from devplace.placers import Result
 from devplace.placers.groups import accelerators
+from devplace.placers.margin_retry import with_priority
 from devplace.placers.modules import module_chain
 from devplace.placers.orders import has_micro_batches, in_trace_order
-from devplace.placers.rounds import with_priority
 from devplace.placers.simple.even import even_split
 from devplace.placers.simple.single import all_on
 from devplace.plan import Plan, make_plan

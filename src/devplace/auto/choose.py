@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from devplace.auto.calibration_store import learn
 from devplace.auto.candidates import Candidate, candidates
-from devplace.auto.clock import Clock
+from devplace.auto.clock import BudgetClock
 from devplace.auto.confirm import Confirmation, confirm_trials
 from devplace.auto.costs import HOPPER, price, probed_machine
-from devplace.auto.learn import learn
 from devplace.auto.measure import Measurer, Trial
 from devplace.auto.ordinary import time_ordinary
 from devplace.auto.sources import step_sources
-from devplace.cost.process import Child
+from devplace.cost.worker_process import WorkerProcess
 from devplace.errors import InfeasibleError
 from devplace.graph import OpGraph
 from devplace.machine import Machine
@@ -69,11 +69,11 @@ def search(
     machine: Machine,
     demands: Mapping[str, Any],
     placer: Placer | None,
-    clock: Clock,
+    clock: BudgetClock,
     seed: int,
     confirms: bool,
     tell: Tell,
-    child: Child | None = None,
+    child: WorkerProcess | None = None,
 ) -> list[Searched]:
     """Place every capture; those that do not fit are left out.
 
@@ -114,7 +114,7 @@ def choose(
     searches: Sequence[Searched],
     arguments: tuple[Any, Any, Any, Any],
     measurer: Measurer | None,
-    clock: Clock,
+    clock: BudgetClock,
     tell: Tell,
 ) -> Choice:
     """Measure the candidates of all searches and rank them; without measuring, by prediction.
@@ -165,7 +165,7 @@ def _learn(
     confirmation: Confirmation,
     searches: Sequence[Searched],
     graph_of: Mapping[int, OpGraph],
-    clock: Clock,
+    clock: BudgetClock,
     tell: Tell,
 ) -> None:
     """Calibrate this machine with what was measured, unless it is calibrated."""

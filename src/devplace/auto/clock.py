@@ -16,7 +16,7 @@ SHORTEST_CONFIRM_S = 15.0
 
 
 @dataclass(frozen=True)
-class Clock:
+class BudgetClock:
     """Time since the start, against a budget.
 
     Attributes:
@@ -29,7 +29,7 @@ class Clock:
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def parse(cls, text: str | Budget) -> Clock:
+    def parse(cls, text: str | Budget) -> BudgetClock:
         """From `60s`, `500ev` or both with a comma.
 
         Raises:

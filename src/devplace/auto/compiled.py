@@ -12,8 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
-from devplace.graph.capture.batch import as_call
-from devplace.graph.capture.loss import loss_call, read_loss
+from devplace.step_capture.batch import as_call
+from devplace.step_capture.loss import loss_call, read_loss
 
 MODE = "reduce-overhead"
 SECONDS = 1.0

@@ -23,7 +23,7 @@ CLEAR_LEAD = 1.1
 TIE = 1.03
 """Of plans this close to the fastest the one tried first is taken: what repeated measurements of
 one plan differ by, so that a second call chooses the same."""
-MOST_AGAIN = 3
+MAX_AGAIN = 3
 """Plans that are measured again, at most."""
 PASSES = 2
 _OWN_ROUNDS = 20
@@ -34,7 +34,7 @@ OUT_OF_TIME = ("time limit", "not tried")
 
 
 @dataclass(frozen=True)
-class Row:
+class ConfirmedRow:
     """One plan, predicted and measured.
 
     Attributes:
@@ -104,12 +104,12 @@ class Confirmation:
         ordinary: The user's own step; None if it was not asked for.
     """
 
-    rows: tuple[Row, ...] = field(repr=False)
+    rows: tuple[ConfirmedRow, ...] = field(repr=False)
     seconds: float
     ordinary: Ordinary | None = None
 
     @property
-    def ranked(self) -> list[Row]:
+    def ranked(self) -> list[ConfirmedRow]:
         """Those that ran, fastest measured first, but before all the first tried of those that are
         within `TIE` of the fastest."""
         ran = [row for row in self.rows if row.measured_ns is not None]
@@ -119,13 +119,13 @@ class Confirmation:
         return ran if first is None else [first, *(row for row in ran if row is not first)]
 
     @property
-    def untimed(self) -> list[Row]:
+    def untimed(self) -> list[ConfirmedRow]:
         """Those for which the time was too short, best predicted first."""
         rows = [row for row in self.rows if row.measurement.kind in OUT_OF_TIME]
         return sorted(rows, key=lambda row: row.predicted_ns)
 
     @property
-    def best(self) -> Row:
+    def best(self) -> ConfirmedRow:
         """The first of `ranked`.
 
         Raises:
@@ -141,12 +141,12 @@ class Confirmation:
         return ranked[0]
 
     @property
-    def best_single(self) -> Row | None:
+    def best_single(self) -> ConfirmedRow | None:
         """The fastest measured on a single device."""
         return next((row for row in self.ranked if row.candidate.is_single), None)
 
     @property
-    def best_several(self) -> Row | None:
+    def best_several(self) -> ConfirmedRow | None:
         """The fastest measured on more than one device."""
         return next((row for row in self.ranked if len(row.candidate.devices) > 1), None)
 
@@ -233,7 +233,7 @@ def confirm_trials(
     """
     begin = time.monotonic()
     tell = progress or (lambda name: None)
-    rows: list[Row] = []
+    rows: list[ConfirmedRow] = []
     own: Ordinary | None = None
 
     def timed_own() -> Ordinary | None:
@@ -247,7 +247,7 @@ def confirm_trials(
 
     for number, (candidate, trial) in enumerate(zip(found, trials, strict=True), start=1):
         tell(trial.name)
-        rows.append(Row(candidate, measurer.measure(trial, begin + seconds)))
+        rows.append(ConfirmedRow(candidate, measurer.measure(trial, begin + seconds)))
         if number == min(2, len(found)):
             own = timed_own()
     for _ in range(PASSES):
@@ -261,14 +261,16 @@ def confirm_trials(
     return Confirmation(tuple(rows), time.monotonic() - begin, own)
 
 
-def _faster(row: Row, again: Measurement) -> Row:
+def _faster(row: ConfirmedRow, again: Measurement) -> ConfirmedRow:
     """The row with the faster time of two visits, and the rounds of both."""
     before = row.measurement.timing
     if again.timing is None or before is None:
         return row
     rounds = before.round_ns + again.timing.round_ns
     best = min(before, again.timing, key=lambda timing: timing.step_ns)
-    return Row(row.candidate, replace(row.measurement, timing=replace(best, round_ns=rounds)))
+    return ConfirmedRow(
+        row.candidate, replace(row.measurement, timing=replace(best, round_ns=rounds))
+    )
 
 
 def _faster_own(before: Ordinary | None, again: Ordinary) -> Ordinary:
@@ -277,14 +279,14 @@ def _faster_own(before: Ordinary | None, again: Ordinary) -> Ordinary:
     return min(before, again, key=lambda own: own.timing.step_ns if own.timing else 0)
 
 
-def _unclear(rows: Sequence[Row]) -> list[int]:
+def _unclear(rows: Sequence[ConfirmedRow]) -> list[int]:
     """Rows to measure again: those that the fastest leads by less than CLEAR_LEAD, and the single
     device where a speed-up over it is above the number of devices; slowest first."""
     ranked = Confirmation(tuple(rows), 0.0).ranked
     if len(ranked) < 2:
         return []
     fastest = min(row.measured_ns or 0 for row in ranked)
-    close = [row for row in ranked if (row.measured_ns or 0) <= CLEAR_LEAD * fastest][:MOST_AGAIN]
+    close = [row for row in ranked if (row.measured_ns or 0) <= CLEAR_LEAD * fastest][:MAX_AGAIN]
     single = next((row for row in ranked if row.candidate.is_single), None)
     if single is not None and not _is_credible(ranked[0], single):
         close.append(single)
@@ -293,12 +295,12 @@ def _unclear(rows: Sequence[Row]) -> list[int]:
     return [k for row in reversed(close) for k, other in enumerate(rows) if other is row]
 
 
-def _is_credible(row: Row, single: Row) -> bool:
+def _is_credible(row: ConfirmedRow, single: ConfirmedRow) -> bool:
     """Whether a plan is no more times as fast as one device than it has devices."""
     return (single.measured_ns or 0) <= len(row.candidate.devices) * (row.measured_ns or 0)
 
 
-def _reasons(rows: Sequence[Row]) -> str:
+def _reasons(rows: Sequence[ConfirmedRow]) -> str:
     """Why plans did not run, each reason once."""
     names: dict[str, list[str]] = {}
     for row in rows:
@@ -307,7 +309,7 @@ def _reasons(rows: Sequence[Row]) -> str:
     return "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str, str]:
+def _cells(row: ConfirmedRow) -> tuple[str, str, str, str, str, str]:
     devices = ", ".join(row.candidate.devices)
     predicted = format_time(row.predicted_ns)
     if row.measured_ns is None:
@@ -317,7 +319,12 @@ def _cells(row: Row) -> tuple[str, str, str, str, str, str]:
     return row.name, devices, predicted, format_time(row.measured_ns), spread, deviation
 
 
-def _verdict(best: Row, single: Row | None, several: Row | None, rows: Sequence[Row]) -> str:
+def _verdict(
+    best: ConfirmedRow,
+    single: ConfirmedRow | None,
+    several: ConfirmedRow | None,
+    rows: Sequence[ConfirmedRow],
+) -> str:
     took = format_time(best.measured_ns or 0)
     where = " and ".join(best.candidate.devices)
     if len(best.candidate.devices) > 1:

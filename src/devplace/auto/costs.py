@@ -9,8 +9,8 @@ import numpy as np
 
 from devplace.auto.calibration import Calibration, calibrated
 from devplace.cost import CostTable
-from devplace.cost.process import Child
 from devplace.cost.profiled import KERNEL_GAP_NS, Profiled
+from devplace.cost.worker_process import WorkerProcess
 from devplace.graph import OpGraph
 from devplace.machine import Machine, detect
 
@@ -36,7 +36,7 @@ def price(
     skip: Sequence[str] = (),
     kernel_gap_ns: int | None = None,
     tell: Callable[[str], None] | None = None,
-    child: Child | None = None,
+    child: WorkerProcess | None = None,
 ) -> CostTable:
     """Costs for planning a step that will run here: measured ones.
 
@@ -84,7 +84,7 @@ def _has_several_gpus(machine: Machine) -> bool:
 
 
 def _kept_or_hopper(machine: Machine) -> Calibration:
-    from devplace.auto.learn import kept_calibration
+    from devplace.auto.calibration_store import kept_calibration
 
     return kept_calibration(machine) or HOPPER
 

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from devplace.auto.child import attempt
-from devplace.auto.timing import Timing
-from devplace.cost.process import COMMAND, Child, new_key
+from devplace.auto.plan_worker import attempt
+from devplace.auto.timing import StepTiming
+from devplace.cost.graph_transport import pack
 from devplace.cost.sources import Source
-from devplace.cost.wire import pack
+from devplace.cost.worker_process import COMMAND, WorkerProcess, new_key
 from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.plan import Plan
 from devplace.units import format_time
 
-ATTEMPT = "devplace.auto.child:attempt"
+ATTEMPT = "devplace.auto.plan_worker:attempt"
 TIME_LIMIT_S = 60.0
 """For one plan, the start of the process (imports, CUDA contexts) included."""
 
@@ -35,7 +35,7 @@ class Measurement:
     """
 
     name: str
-    timing: Timing | None = None
+    timing: StepTiming | None = None
     error: str = ""
     kind: str = ""
 
@@ -121,7 +121,7 @@ class Measurer:
     ) -> None:
         self._settings = (seconds, seed, lock)
         self._time_limit_s = time_limit_s
-        self.child = Child(command) if in_child else None
+        self.child = WorkerProcess(command) if in_child else None
         self._packed: dict[int, tuple[int, bytes] | None] = {}
         self._kept: list[Any] = []  # ids of graphs stay those of living ones
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.auto.timing import WARM_UP_S, Timing, median_ns, time_steps
+from devplace.auto.timing import WARM_UP_S, StepTiming, median_ns, time_steps
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import as_call, open_dataclasses
-from devplace.graph.capture.refuse import unwrap
 from devplace.run.own_step import own_loop
+from devplace.step_capture.batch import as_call, open_dataclasses
+from devplace.step_capture.refuse import unwrap
 from devplace.units import format_time
 
 SECONDS = 0.5
@@ -29,7 +29,7 @@ class Ordinary:
         reason: Why not.
     """
 
-    timing: Timing | None = None
+    timing: StepTiming | None = None
     reason: str = ""
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def time_ordinary(
     except Exception as error:  # whatever the user's code raises
         first = (str(error).strip().splitlines() or [""])[0]
         return Ordinary(reason=f"it failed: {type(error).__name__}: {first}")
-    return Ordinary(Timing(median_ns(rounds), rounds, {}, kind))
+    return Ordinary(StepTiming(median_ns(rounds), rounds, {}, kind))
 
 
 def _not_on(kind: str, model: Any, inputs: Any, kwargs: Any) -> str:

@@ -13,22 +13,22 @@ import torch.utils._pytree as pytree
 
 from devplace.auto.candidates import Candidate
 from devplace.auto.choose import Choice, choose, search
-from devplace.auto.clock import Clock
+from devplace.auto.clock import BudgetClock
 from devplace.auto.compiled import compiled_step_ns
-from devplace.auto.here import MachineLike, capture_device, excluded, find_machine, require_here
-from devplace.auto.here import fuses as step_is_fused
+from devplace.auto.local_devices import (
+    MachineLike,
+    capture_device,
+    excluded,
+    find_machine,
+    require_here,
+)
+from devplace.auto.local_devices import fuses as step_is_fused
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
-from devplace.cost.child import is_out_of_memory
+from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
-from devplace.graph.capture.batch import as_call, open_dataclasses
-from devplace.graph.capture.chunks import Known
-from devplace.graph.capture.cutting import BatchDims
-from devplace.graph.capture.refuse import unwrap
-from devplace.graph.capture.several import as_one
 from devplace.graph.fusion import fuse_for
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
@@ -41,6 +41,12 @@ from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import RETRY
 from devplace.run.planned import check_plan
 from devplace.run.schedule import is_cpu
+from devplace.step_capture import capture
+from devplace.step_capture.batch import as_call, open_dataclasses
+from devplace.step_capture.chunks import Known
+from devplace.step_capture.cutting import BatchDims
+from devplace.step_capture.refuse import unwrap
+from devplace.step_capture.several import as_one
 from devplace.units import format_time
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -129,7 +135,7 @@ def parallelize(
             each.
         VerificationError: With `verify`, the placed step gave other numbers.
     """
-    clock = Clock.parse(budget)
+    clock = BudgetClock.parse(budget)
     if progress is not None and not callable(progress):
         raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
@@ -205,7 +211,7 @@ class _Job:
         """What `step_sources` needs beside a graph."""
         return self.model, self.optimizer, self.inputs, self.kwargs
 
-    def capture_all(self, counts: Sequence[int], clock: Clock) -> list[OpGraph]:
+    def capture_all(self, counts: Sequence[int], clock: BudgetClock) -> list[OpGraph]:
         """The step with each number of micro-batches, as long as there is time."""
         graphs: list[OpGraph] = []
         for count in counts:

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.sources import Source
-from devplace.placers.rounds import with_priority
+from devplace.placers.margin_retry import with_priority
 from devplace.plan import make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate

@@ -11,7 +11,7 @@ from devplace.auto.calibration import Calibration
 from devplace.machine import Machine
 
 KIND = "single-steps"
-MOST_KEPT = 32
+MAX_KEPT = 32
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +60,7 @@ def remembered(machine: Machine, fresh: Sequence[SingleStep]) -> list[SingleStep
     for one in fresh:
         steps.pop((one.graph, one.device), None)
         steps[one.graph, one.device] = one
-    found = list(steps.values())[-MOST_KEPT:]
+    found = list(steps.values())[-MAX_KEPT:]
     if found != kept:
         keep_text(KIND, probe_key(machine), msgspec.json.encode(found).decode())
     return found

@@ -7,10 +7,10 @@ from typing import Any
 
 from devplace.cost.sources import Source, source_of
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import as_call
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.seeds import RandomKeys
 from devplace.run.state import ModelState
+from devplace.step_capture.batch import as_call
 
 __all__ = ["Source", "step_sources"]
 

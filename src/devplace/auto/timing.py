@@ -25,7 +25,7 @@ SHORTEST_ROUND_NS = 20_000_000  # shorter ones measure the wait for their end
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTiming:
     """What running a step some times gave.
 
     Attributes:
@@ -54,7 +54,7 @@ def time_plan(
     seed: int = 0,
     lock: str | None = None,
     warm_up_s: float = WARM_UP_S,
-) -> Timing:
+) -> StepTiming:
     """Run a placed step on made-up values and time it; steps are not waited for one by one.
 
     Args:
@@ -89,7 +89,7 @@ def time_plan(
             executor.close()
     mode = getattr(executor, "mode", "threads")
     reason = getattr(executor, "reason", "")
-    return Timing(median_ns(rounds), rounds, peaks, mode, reason)
+    return StepTiming(median_ns(rounds), rounds, peaks, mode, reason)
 
 
 def fill(executor: Executor, sources: Mapping[int, Source]) -> None:

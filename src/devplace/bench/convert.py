@@ -20,18 +20,18 @@ from devplace.instances.records import (
     VariantInstance,
 )
 from devplace.instances.text import check_acyclic
-from devplace.load import LoadProblem
-from devplace.load.bounds import why_infeasible
-from devplace.load.items import make_items
-from devplace.load.latency import BlockProblem
-from devplace.load.replicated import PS_PER_S, ReplicatedProblem
-from devplace.load.tensor_stages import TensorStageProblem, Variant
 from devplace.machine import Device, Link, Machine
+from devplace.pipelining import LoadProblem
+from devplace.pipelining.bounds import why_infeasible
+from devplace.pipelining.items import make_items
+from devplace.pipelining.latency import BlockProblem
+from devplace.pipelining.replicated import PS_PER_S, ReplicatedProblem
+from devplace.pipelining.tensor_stages import StageVariant, TensorStageProblem
 from devplace.problem import Problem
 from devplace.units import NS_PER_S
 
 PS_PER_MS = 10**9
-_MOST_MS = 10**9
+_MAX_MS = 10**9
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def tensor_stage_problem(instance: VariantInstance) -> tuple[TensorStageProblem,
     variants = tuple(
         {
             degree: tuple(
-                Variant(
+                StageVariant(
                     given.id,
                     given.seconds * second,
                     given.parameter_bytes,
@@ -221,7 +221,7 @@ def _colors(instance: LoadInstance) -> list[int]:
 
 def _check_times(values: list[float]) -> None:
     total = sum(values)
-    if total >= _MOST_MS:
+    if total >= _MAX_MS:
         raise InputError(
             f"Times must add up to less than 10^9 ms, these add up to {total:.3g}. "
             f"Scale the file's times down."

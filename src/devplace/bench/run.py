@@ -20,7 +20,7 @@ TOLERANCE = 1e-8
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One instance solved.
 
     Attributes:
@@ -82,7 +82,7 @@ def bench(
     effort: Effort,
     placer: str = DEFAULT,
     begin: Callable[[Instance], None] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Solve instances one after the other; every solution is checked by the verifier.
 
     Args:
@@ -118,14 +118,14 @@ def bench(
                 yield row
                 continue
         value = None if best is None else best.value
-        yield Row(instance, None, value, None, "unknown", 0.0, placer, effort.seed, why)
+        yield BenchRow(instance, None, value, None, "unknown", 0.0, placer, effort.seed, why)
     if refused is not None and not is_any_solved:
         raise refused
 
 
 def solve(
     instance: Instance, effort: Effort, placer: str = DEFAULT, known: BestKnown | None = None
-) -> Row:
+) -> BenchRow:
     """Solve one instance and check the answer; as `bench`."""
     run = solver(instance, placer)
     started = time.monotonic()
@@ -133,7 +133,7 @@ def solve(
     seconds = time.monotonic() - started
     best = None if known is None else known.value
     if answer.solution is None:
-        return Row(
+        return BenchRow(
             instance,
             None,
             best,
@@ -146,7 +146,7 @@ def solve(
         )
     value = _checked(instance, answer, placer)
     bound = None if answer.bound is None else min(answer.bound, value)
-    return Row(
+    return BenchRow(
         instance,
         value,
         best,

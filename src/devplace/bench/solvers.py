@@ -29,18 +29,18 @@ from devplace.instances.records import (
     PipelineInstance,
     VariantInstance,
 )
-from devplace.load import LoadSolution, solve, solve_contiguous
-from devplace.load.latency import pieces
-from devplace.load.replicated import solve_replicated
-from devplace.load.solve_latency import solve_latency
-from devplace.load.tensor_stages import solve_tensor_stages
+from devplace.pipelining import LoadSolution, solve, solve_contiguous
+from devplace.pipelining.latency import pieces
+from devplace.pipelining.replicated import solve_replicated
+from devplace.pipelining.solve_latency import solve_latency
+from devplace.pipelining.tensor_stages import solve_tensor_stages
 from devplace.placers import Budget
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
 from devplace.verify import Stage
 
 DEFAULT = "search"
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 _STATUS: dict[str, Status] = {
     "optimal": "optimal",
     "feasible": "feasible",
@@ -67,9 +67,9 @@ class Effort:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threads <= MOST_THREADS:
+        if not 1 <= self.threads <= MAX_THREADS:
             raise InputError(
-                f"A search takes from 1 to {MOST_THREADS} threads, got {self.threads}. Give as "
+                f"A search takes from 1 to {MAX_THREADS} threads, got {self.threads}. Give as "
                 f"many as there are cores."
             )
         if not 0 <= self.seed < 2**31:

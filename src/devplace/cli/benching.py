@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from devplace.bench import Effort, Row, bench, save_best_known
+from devplace.bench import BenchRow, Effort, bench, save_best_known
 from devplace.cli.session import check_output
 from devplace.cli.terminal import shown
 from devplace.errors import DevplaceError, WriteError
@@ -35,7 +35,7 @@ class BenchOutcome:
     """Rows of a suite."""
 
     suite: str
-    rows: list[Row]
+    rows: list[BenchRow]
     recorded: int
     output: Path | None
     exit_code: int = 0
@@ -82,7 +82,7 @@ def run(
         check_output("solutions", output, files)
     given = [load_instance(file, objective) for file in files]
     instances = change_all(given, _changes(changes))
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     code, complaints = 0, []
     try:
         with _progress(len(instances)) as begin:
@@ -122,7 +122,7 @@ COLUMNS = (
 _LEFT = ("instance", "objective", "unit", "status")
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[BenchRow]) -> str:
     """Rows as aligned text."""
     columns = (*COLUMNS, "seconds")
     cells = [columns, *(_cells(row) for row in rows)]
@@ -137,7 +137,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: BenchRow) -> tuple[str, ...]:
     to_best = None
     if row.value is not None and row.best_known:
         to_best = row.value / row.best_known - 1

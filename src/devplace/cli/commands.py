@@ -17,7 +17,7 @@ from devplace.cli.terminal import shows_control_characters
 
 if TYPE_CHECKING:
     from devplace.cli.planning import Outputs
-    from devplace.cli.session import Given, Request
+    from devplace.cli.session import Given, PlanRequest
 
 SEED = click.IntRange(0, 2**63 - 1)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -160,11 +160,11 @@ def _outputs(values: dict[str, Any]) -> Outputs:
     return Outputs(values["output"], values["html"], values["log_dir"], values["resume"])
 
 
-def _request(values: dict[str, Any]) -> Request:
-    from devplace.cli.session import OPTIONS, Request
+def _request(values: dict[str, Any]) -> PlanRequest:
+    from devplace.cli.session import OPTIONS, PlanRequest
 
     demands = {name: values[name] for name in ("limit", "pin", "exclude", "batch_dim")}
-    return Request.from_options({name: values[name] for name in OPTIONS}, demands)
+    return PlanRequest.from_options({name: values[name] for name in OPTIONS}, demands)
 
 
 @devplace.command()

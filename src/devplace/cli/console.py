@@ -11,7 +11,7 @@ from rich.text import Text
 
 from devplace.cli.terminal import raw, shown
 
-LEAST_WIDTH = 80
+MIN_WIDTH = 80
 """Narrower tables would drop columns; terminals break lines themselves."""
 
 
@@ -38,7 +38,7 @@ def _shown(item: Any) -> Any:
     return item
 
 
-def console(least: int = LEAST_WIDTH, *, on_stderr: bool = False) -> Any:
+def console(least: int = MIN_WIDTH, *, on_stderr: bool = False) -> Any:
     """A console that shows names of the user's as they are: nothing in them is markup.
 
     Args:

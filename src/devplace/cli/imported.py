@@ -32,7 +32,7 @@ def read_graph(model: str, batch: int | None, micro_batches: int, size: str) -> 
         return read_onnx(model, batch)
     if batch is not None:
         raise InputError(f"{model} has the batch it was exported with. Leave --batch out.")
-    from devplace.graph.capture.exported import read_pt2
+    from devplace.step_capture.exported import read_pt2
 
     return read_pt2(model)
 

@@ -10,8 +10,8 @@ from devplace.machine import Link, Machine
 from devplace.units import format_bytes, format_time
 
 # Pairs of devices that are listed one by one, and kinds of pairs that are listed.
-MOST_PAIRS = 300
-MOST_KINDS = 100
+MAX_PAIRS = 300
+MAX_KINDS = 100
 
 
 def link_table(machine: Machine) -> tuple[Table, str]:
@@ -21,7 +21,7 @@ def link_table(machine: Machine) -> tuple[Table, str]:
     Pairs are of one kind where the same bandwidth, latency and number of channels are shown.
     """
     count = len(machine.devices) * (len(machine.devices) - 1)
-    if count <= MOST_PAIRS:
+    if count <= MAX_PAIRS:
         table = Table("from", "to", "bandwidth", "latency", "channels")
         for link in _paths(machine):
             table.add_row(link.src, link.dst, *_shown(link), ", ".join(link.channels))
@@ -35,11 +35,11 @@ def _kinds(machine: Machine, count: int) -> tuple[Table, str]:
         pairs.setdefault((*_shown(link), len(link.channels)), []).append(link)
     kinds = sorted(pairs.items(), key=lambda kind: -len(kind[1]))
     table = Table("pairs", "such as", "bandwidth", "latency", "channels")
-    for (bandwidth, latency, _), links in kinds[:MOST_KINDS]:
+    for (bandwidth, latency, _), links in kinds[:MAX_KINDS]:
         first = links[0]
         example = f"{first.src} -> {first.dst}"
         table.add_row(f"{len(links):,}", example, bandwidth, latency, ", ".join(first.channels))
-    left = len(kinds) - MOST_KINDS
+    left = len(kinds) - MAX_KINDS
     rare = f" Left out are the rarest kinds, {left:,} of {len(kinds):,}." if left > 0 else ""
     return table, f"{count:,} pairs of devices, by kind.{rare} --json has every direct link."
 

@@ -15,7 +15,7 @@ from devplace import placers
 from devplace.cli.imported import refuse_running
 from devplace.cli.plan_files import with_folder
 from devplace.cli.session import (
-    Request,
+    PlanRequest,
     Session,
     check_output,
     open_session,
@@ -50,7 +50,7 @@ class Outputs:
     resume: bool = False
     failures: tuple[str, ...] = ()
 
-    def check(self, request: Request) -> None:
+    def check(self, request: PlanRequest) -> None:
         """A path that cannot or must not be written is told before the search, not after."""
         for what, path in (("a plan", self.plan), ("a page", self.html)):
             if path is not None:
@@ -268,7 +268,7 @@ class CompareOutcome:
 
 
 def plan(
-    request: Request,
+    request: PlanRequest,
     placer_name: str,
     budget: str,
     seed: int,
@@ -298,9 +298,9 @@ def plan(
     return PlanOutcome(session, result, outputs.write(result), confirmation)
 
 
-def _runnable(request: Request) -> Request:
+def _runnable(request: PlanRequest) -> PlanRequest:
     """The request without CPUs beside GPUs; refused if its devices are not of this computer."""
-    from devplace.auto.here import excluded, require_here
+    from devplace.auto.local_devices import excluded, require_here
     from devplace.machine import load_machine
 
     machine = load_machine(request.machine)
@@ -330,7 +330,7 @@ def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
 
 
 def compare(
-    request: Request, names: str, budget: str, seed: int, outputs: Outputs
+    request: PlanRequest, names: str, budget: str, seed: int, outputs: Outputs
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
     chosen = [outputs.logged(placer) for placer in _choose(names, request.objective)]

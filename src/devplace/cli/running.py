@@ -173,8 +173,8 @@ class _Ran:
 def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
     """Steps one by one for their losses; quick ones more often, for their time."""
     from devplace.auto.timing import median_ns, time_steps
-    from devplace.graph.capture.loss import read_loss
     from devplace.run import compile
+    from devplace.step_capture.loss import read_loss
 
     workload = session.workload
     step = compile(

@@ -67,7 +67,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What the user asked to be planned.
 
     Attributes:
@@ -125,7 +125,9 @@ class Request:
             )
 
     @classmethod
-    def from_options(cls, options: dict[str, Any], demands: dict[str, Sequence[str]]) -> Request:
+    def from_options(
+        cls, options: dict[str, Any], demands: dict[str, Sequence[str]]
+    ) -> PlanRequest:
         """From command-line options.
 
         Args:
@@ -143,7 +145,7 @@ class Request:
         )
 
     @classmethod
-    def from_plan(cls, plan: Plan, path: Path, given: Given) -> Request:
+    def from_plan(cls, plan: Plan, path: Path, given: Given) -> PlanRequest:
         """The request that the plan file at `path` was made with, its files as found from here.
 
         Raises:
@@ -241,13 +243,13 @@ def _pairs(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
 class Session:
     """A captured and priced request."""
 
-    request: Request
+    request: PlanRequest
     workload: Any
     optimizer: Any
     problem: Problem
 
 
-def open_session(request: Request, *, with_values: bool = False) -> Session:
+def open_session(request: PlanRequest, *, with_values: bool = False) -> Session:
     """Build the model, capture its training step and price it on the machine.
 
     Args:
@@ -274,7 +276,7 @@ def open_session(request: Request, *, with_values: bool = False) -> Session:
     return Session(request, workload, optimizer, problem)
 
 
-def _open_imported(request: Request, machine: Machine, with_values: bool) -> Session:
+def _open_imported(request: PlanRequest, machine: Machine, with_values: bool) -> Session:
     """A graph from a file, priced without running anything."""
     from devplace.cost.analytic import Analytic
 
@@ -304,7 +306,7 @@ def _open_imported(request: Request, machine: Machine, with_values: bool) -> Ses
     return Session(request, None, None, problem)
 
 
-def _priced(request: Request, machine: Machine, graph: OpGraph) -> tuple[Machine, CostTable]:
+def _priced(request: PlanRequest, machine: Machine, graph: OpGraph) -> tuple[Machine, CostTable]:
     """Machine and costs: measured if its GPUs are in this computer, else the roofline."""
     if request.device != "cuda":
         from devplace.cost.analytic import Analytic
@@ -319,9 +321,9 @@ def _priced(request: Request, machine: Machine, graph: OpGraph) -> tuple[Machine
         return machine, price(graph, machine, request.exclude, tell=note)
 
 
-def _decided(request: Request, machine: Machine) -> Request:
+def _decided(request: PlanRequest, machine: Machine) -> PlanRequest:
     """The request with what it left open."""
-    from devplace.auto.here import fuses
+    from devplace.auto.local_devices import fuses
 
     device = _device(request, machine)
     fuse = fuses(device) if request.fuse is None else request.fuse
@@ -329,9 +331,9 @@ def _decided(request: Request, machine: Machine) -> Request:
     return replace(request, device=device, fuse=fuse, stack_gradients=stack)
 
 
-def _device(request: Request, machine: Any) -> str:
+def _device(request: PlanRequest, machine: Any) -> str:
     """For which torch device type the step is captured."""
-    from devplace.auto.here import capture_device
+    from devplace.auto.local_devices import capture_device
 
     if not request.device:
         return capture_device(machine, request.exclude)
@@ -346,7 +348,7 @@ def _device(request: Request, machine: Any) -> str:
     return request.device
 
 
-def _check_devices(request: Request, machine: Any) -> None:
+def _check_devices(request: PlanRequest, machine: Any) -> None:
     from devplace.problem.names import resolve_device
     from devplace.units import parse_size
 
@@ -359,7 +361,7 @@ def _check_devices(request: Request, machine: Any) -> None:
         resolve_device(machine, name, "--exclude")
 
 
-def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
+def _capture(request: PlanRequest, device: str) -> tuple[Any, Any, Any]:
     from devplace import workloads
 
     with prints_on_stderr(), working("loading torch and the model") as note:
@@ -368,7 +370,7 @@ def _capture(request: Request, device: str) -> tuple[Any, Any, Any]:
         )
         import torch
 
-        from devplace.graph.capture import capture
+        from devplace.step_capture import capture
 
         optimizers = {
             "sgd": torch.optim.SGD,
@@ -438,7 +440,7 @@ def reopen(plan: Plan, path: Path, given: Given, *, with_values: bool = False) -
     """
     from devplace.machine import load_machine
 
-    request = Request.from_plan(plan, path, given)
+    request = PlanRequest.from_plan(plan, path, given)
     check_devices(plan, load_machine(request.machine))  # before its pins and limits are read
     session = open_session(request, with_values=with_values)
     plan.check(session.problem)

@@ -10,7 +10,7 @@ import torch
 from devplace.cost.signature import DEVICE, INTEGERS, OpCall, TensorSpec
 from devplace.kernels import kernel_of
 
-MOST_COPIES = 256
+MAX_COPIES = 256
 
 
 def num_bytes(spec: TensorSpec) -> int:
@@ -80,7 +80,7 @@ class Arguments:
         specs = list(_specs((call.args, call.kwargs)))
         self.input_bytes = sum(map(num_bytes, specs))
         cold = sum(num_bytes(spec) for spec in specs if spec.is_cold)
-        copies = 1 if cold == 0 else min(MOST_COPIES, 1 + cold_bytes // cold)
+        copies = 1 if cold == 0 else min(MAX_COPIES, 1 + cold_bytes // cold)
         spare = max(0, most_bytes - self.input_bytes) // max(1, cold)
         self.copies = max(1, min(copies, 1 + spare))
         shared: dict[int, Any] = {}

@@ -25,7 +25,7 @@ I64 = NDArray[np.int64]
 Timer = Callable[[OpCall], Timing]
 """Times a call. A `MeasuringError` ends the measuring, any other
 error is this call's."""
-MOST_SUSTAINED_NS = 250_000_000
+MAX_SUSTAINED_NS = 250_000_000
 """Of longer steps every second, third, ... op is repeated."""
 SlowDown = Callable[[Sequence[OpCall], int], float]
 """Calls of a step in order, and what they take together, ns -> by what factor the step slows down
@@ -107,7 +107,7 @@ class Pricing:
         if self.slow_down is not None:
             timed = [calls[i] for i in sorted(calls) if calls[i].key in known]
             whole_ns = sum(known[call.key][0] for call in timed)
-            every = 1 + whole_ns // MOST_SUSTAINED_NS
+            every = 1 + whole_ns // MAX_SUSTAINED_NS
             factor = self._sustained(timed[::every], whole_ns // every)
             some = list(calls)
             for times in (compute_ns, warm_ns, cold_ns):

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from devplace.cost.analytic import Analytic
 from devplace.cost.order import likely_order
 from devplace.cost.pricing import Priced, Pricing, extreme_calls, workspaces
-from devplace.cost.process import Child
 from devplace.cost.remote import RemoteTimer, Spot
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
+from devplace.cost.worker_process import WorkerProcess
 from devplace.files import cache_folder
 from devplace.graph import OpGraph
 from devplace.machine import Device, Machine
@@ -67,7 +67,7 @@ class Profiled:
     cpu_threads: int | None = None
     kernel_gap_ns: int = KERNEL_GAP_NS
     tell: Callable[[str], None] | None = None
-    child: Child | None = None
+    child: WorkerProcess | None = None
 
     def __call__(self, graph: OpGraph, machine: Machine) -> CostTable:
         """Price every op of `graph` on every device of `machine`.
@@ -81,7 +81,7 @@ class Profiled:
         table = self.base(graph, machine)
         if graph.program is None:
             return table
-        child = self.child or Child()
+        child = self.child or WorkerProcess()
         try:
             return self._measured(graph, machine, table, child)
         finally:
@@ -89,7 +89,7 @@ class Profiled:
                 child.end()
 
     def _measured(
-        self, graph: OpGraph, machine: Machine, table: CostTable, child: Child
+        self, graph: OpGraph, machine: Machine, table: CostTable, child: WorkerProcess
     ) -> CostTable:
         fast = [column for column, device in enumerate(machine.devices) if device.kind == "gpu"]
         order = likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist())

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from devplace.cost import streams, timing
-from devplace.cost.child import begin, free_memory
-from devplace.cost.process import Child, new_key
+from devplace.cost.graph_transport import pack, unpack
+from devplace.cost.measuring_worker import begin, free_memory
 from devplace.cost.signature import OpCall
 from devplace.cost.sources import example_sources
 from devplace.cost.timing import Timing
 from devplace.cost.values import StepValues
-from devplace.cost.wire import pack, unpack
+from devplace.cost.worker_process import WorkerProcess, new_key
 from devplace.errors import InputError, MeasuringError
 from devplace.graph import OpGraph
 
@@ -24,9 +24,9 @@ TIME_LIMIT_S = 60.0
 """For one op."""
 START_LIMIT_S = 120.0
 """For the start of the process: imports, the user's among them, and contexts on GPUs."""
-MOST_LOADING_S = 60.0
+MAX_LOADING_S = 60.0
 """Of a step's ops, all in all, that does not count as measuring."""
-MOST_DEATHS = 5
+MAX_DEATHS = 5
 """Processes that may die of ops of a step; a new one takes seconds."""
 
 
@@ -51,7 +51,7 @@ class RemoteTimer:
         child: The process; it is left as it is, but for what is of this step.
     """
 
-    def __init__(self, graph: OpGraph, spot: Spot, child: Child) -> None:
+    def __init__(self, graph: OpGraph, spot: Spot, child: WorkerProcess) -> None:
         self._graph = graph
         self._step = b""
         self._key = new_key()
@@ -66,7 +66,7 @@ class RemoteTimer:
     def clock(self) -> float:
         """Time spent on measuring, s: without what processes took to start and to die, what loading
         kernels took, which every later run needs too, and what it took to compute integers."""
-        return self._measuring_s + max(0.0, self._loading_s - MOST_LOADING_S)
+        return self._measuring_s + max(0.0, self._loading_s - MAX_LOADING_S)
 
     def __call__(self, call: OpCall) -> Timing:
         """Time a call.
@@ -117,7 +117,7 @@ class RemoteTimer:
     def _prepare(self) -> None:
         if self._is_ready and self._child.is_there:
             return
-        if self._deaths >= MOST_DEATHS:
+        if self._deaths >= MAX_DEATHS:
             raise MeasuringError(f"{self._deaths} measuring processes have died")
         try:
             self._step = self._step or pack(self._graph, example_sources(self._graph))

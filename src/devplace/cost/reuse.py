@@ -20,7 +20,7 @@ ColdInputs = Mapping[int, frozenset[int]]
 # An input touched longer ago than this many bytes of other traffic comes from memory, not from a
 # cache (an H100 has 50 MB of L2, an H200 60). Smaller inputs cost no more either way.
 FRESH_BYTES = 32 * 2**20
-LEAST_COLD_BYTES = 2**19
+MIN_COLD_BYTES = 2**19
 NONE: frozenset[int] = frozenset()
 
 
@@ -45,7 +45,7 @@ def cold_inputs(graph: OpGraph, order: Sequence[int]) -> dict[int, frozenset[int
         found[index] = frozenset(
             tensor
             for tensor in op.inputs
-            if tensors[tensor].num_bytes >= LEAST_COLD_BYTES
+            if tensors[tensor].num_bytes >= MIN_COLD_BYTES
             and touched - seen.get(root[tensor], -FRESH_BYTES) >= FRESH_BYTES
         )
         for tensor in (*op.inputs, *op.outputs):
@@ -57,7 +57,7 @@ def cold_inputs(graph: OpGraph, order: Sequence[int]) -> dict[int, frozenset[int
 def large_inputs(graph: OpGraph, op: int) -> frozenset[int]:
     """Inputs of an op that take longer to read from memory than from a cache."""
     tensors = graph.tensors
-    large = (t for t in graph.ops[op].inputs if tensors[t].num_bytes >= LEAST_COLD_BYTES)
+    large = (t for t in graph.ops[op].inputs if tensors[t].num_bytes >= MIN_COLD_BYTES)
     return frozenset(large)
 
 

@@ -10,7 +10,7 @@ import torch
 from devplace.graph import OpGraph
 from devplace.graph.program import may_be_indices
 
-MOST_VALUE_BYTES = 1 << 26
+MAX_VALUE_BYTES = 1 << 26
 """Of an example's integers that are sent to the process that times ops."""
 
 
@@ -69,7 +69,7 @@ def example_sources(graph: OpGraph) -> dict[int, Source]:
     found = {}
     for binding in graph.program.bindings:
         tensor = graph.tensors[graph.ops[binding.op].outputs[0]]
-        if binding.value is not None and tensor.num_bytes <= MOST_VALUE_BYTES:
+        if binding.value is not None and tensor.num_bytes <= MAX_VALUE_BYTES:
             found[binding.op] = source_of(binding.kind, binding.value)
             continue
         stride = torch.empty(tensor.shape, device="meta").stride()

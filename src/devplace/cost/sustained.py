@@ -26,7 +26,7 @@ PAUSE_S = 0.1
 SUSTAINED_S = 1.0
 SLICE_NS = 15_000_000
 """Of a step that is run after a pause, so that the clock stays high."""
-MOST_OPS = 4000
+MAX_OPS = 4000
 """Of longer steps every second, third, ... op is run."""
 
 
@@ -52,7 +52,7 @@ def slow_down(
     torch_device = torch.device(device)
     try:
         with torch.cuda.device(torch_device), torch.cuda.stream(stream), torch.no_grad():
-            some = calls[:: 1 + len(calls) // MOST_OPS]
+            some = calls[:: 1 + len(calls) // MAX_OPS]
             slices = min(len(some), 1 + step_ns // SLICE_NS)
             graphs = _recorded(some, slices, torch_device, real or {})
             return max(1.0, _ratio(graphs, stream))

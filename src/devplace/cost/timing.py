@@ -14,11 +14,11 @@ from devplace.cost import streams
 from devplace.cost.inputs import Arguments
 from devplace.cost.signature import OpCall
 
-MOST_BYTES = 4 * 2**30
+MAX_BYTES = 4 * 2**30
 # Repetitions of an op in one CUDA graph: enough that launching the graph does not show (a few us).
 CHAIN_NS = 1_000_000
-MOST_CHAIN, LEAST_CHAIN = 160, 4
-MOST_REPLAYS, LEAST_REPLAYS = 5, 2
+MAX_CHAIN, MIN_CHAIN = 160, 4
+MAX_REPLAYS, MIN_REPLAYS = 5, 2
 REPLAYS_NS = 5_000_000
 CPU_NS = 3_000_000
 
@@ -63,16 +63,16 @@ def time_on_cuda(call: OpCall, device: Any, real: Mapping[int, Any] | None = Non
 
 def _timed(call: OpCall, device: Any, stream: Any, real: Mapping[int, Any] | None) -> Timing:
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    budget = min(MOST_BYTES, free_bytes(device) // 4)
+    budget = min(MAX_BYTES, free_bytes(device) // 4)
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
         arguments = Arguments(call, device, 2 * cache, budget, real=real)
         loading_s = _first(arguments, stream)
         alone_ns, workspace, made = _alone(arguments, stream, device)
         most = budget // max(1, made + workspace)
-        chain = max(LEAST_CHAIN, min(MOST_CHAIN, most, CHAIN_NS // max(1, alone_ns)))
+        chain = max(MIN_CHAIN, min(MAX_CHAIN, most, CHAIN_NS // max(1, alone_ns)))
         chain = max(chain, min(arguments.copies, most))  # each copy is read once a replay
         keeps = made >= 2**20 and chain <= most
-        replays = max(LEAST_REPLAYS, min(MOST_REPLAYS, REPLAYS_NS // max(1, chain * alone_ns)))
+        replays = max(MIN_REPLAYS, min(MAX_REPLAYS, REPLAYS_NS // max(1, chain * alone_ns)))
         try:
             graph = recorded([arguments] * chain, keeps)
             return Timing(_replayed(graph, stream, chain, replays), workspace, loading_s)
@@ -181,7 +181,7 @@ def time_on_cpu(call: OpCall, threads: int, real: Mapping[int, Any] | None = Non
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
-            arguments = Arguments(call, "cpu", 0, MOST_BYTES, real=real)
+            arguments = Arguments(call, "cpu", 0, MAX_BYTES, real=real)
             loading_s = _first(arguments)
             spans: list[int] = []
             while len(spans) < 3 or (sum(spans) < CPU_NS and len(spans) < 200):

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from devplace.cost.child import begin
+from devplace.cost.measuring_worker import begin
 from devplace.cost.signature import INTEGERS
 from devplace.cost.sources import Source
 from devplace.graph import OpGraph
 
-MOST_FLOPS = {"cpu": 5 * 10**9, "cuda": 10**12}
+MAX_FLOPS = {"cpu": 5 * 10**9, "cuda": 10**12}
 """Of floating-point ops that are run because integers depend on them: about 0.1 s or less."""
-MOST_BYTES = 2**29
+MAX_BYTES = 2**29
 """Of floating-point values that are made for them, and kept while ops are timed."""
 
 
@@ -44,8 +44,8 @@ class StepValues:
         self._op_of.update((node, program.op_of[node.name]) for node in calls)
         self._order = {node: k for k, node in enumerate(program.module.graph.nodes)}
         self._values: dict[Any, Any] = {}  # None: cannot be known
-        self._flops = MOST_FLOPS.get(self._device.type, 0)
-        self._bytes = MOST_BYTES
+        self._flops = MAX_FLOPS.get(self._device.type, 0)
+        self._bytes = MAX_BYTES
 
     def inputs_of(self, name: str, faulty: Container[str] = ()) -> dict[int, Any]:
         """The integers and bools that an op reads, by place among its tensors.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from devplace.errors import InputError
-from devplace.graph.capture.writes import functional, original
+from devplace.graph.functional_ops import functional, original
 
 NodeData = tuple[str, str, Any, Any, Any]
 """Kind, name, target, arguments and named arguments of a node."""

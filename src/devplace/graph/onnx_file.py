@@ -10,7 +10,7 @@ from typing import Any
 
 from devplace.errors import GraphError, InputError
 from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
-from devplace.graph.onnx_child import read_in_child
+from devplace.graph.onnx_worker import read_in_child
 
 # Outputs share the memory of the first input.
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})

@@ -85,7 +85,7 @@ class Program:
         layouts: Names of FX calls whose kernels may lay out what they make otherwise than the trace
             says -> the layouts of the trace, which executors give these outputs: what reads them
             may count elements in memory.
-        input_spec: torch pytree spec of `(args, kwargs)`; `graph.capture.flatten_batch` flattens
+        input_spec: torch pytree spec of `(args, kwargs)`; `capture.flatten_batch` flattens
             new batches the same way.
         input_constants: Leaf index -> value of the inputs that are not tensors; they are fixed.
         output_spec: torch pytree spec of what a step returns: the model's output (inference), or

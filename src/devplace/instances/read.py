@@ -18,7 +18,7 @@ from devplace.instances.records import (
     LoadInstance,
     PipelineInstance,
 )
-from devplace.instances.text import MOST_DEVICES, read_text
+from devplace.instances.text import MAX_DEVICES, read_text
 
 OBJECTIVES = ("throughput", "latency")
 FORMATS = {
@@ -222,8 +222,8 @@ def _check(instance: Instance, changes: Changes) -> None:
     if changes.devices == 0 and not isinstance(instance, LoadInstance):
         raise InputError(f"{name} needs at least one device, got --devices 0.")
     for option, count in (("--devices", changes.devices), ("--cpus", changes.cpus)):
-        if count is not None and not 0 <= count <= MOST_DEVICES:
-            raise InputError(f"{option} must be from 0 to {MOST_DEVICES}, got {count}.")
+        if count is not None and not 0 <= count <= MAX_DEVICES:
+            raise InputError(f"{option} must be from 0 to {MAX_DEVICES}, got {count}.")
     scale = changes.edge_cost_scale
     if scale is not None and not 0 <= scale < 10**9:
         raise InputError(f"--edge-cost-scale must be from 0 to 10^9, got {scale}.")

@@ -13,7 +13,7 @@ from devplace.files import read_whole
 
 T = TypeVar("T")
 LARGEST, LEAST = 10**30, 1e-30
-MOST_DEVICES = 10**6
+MAX_DEVICES = 10**6
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """A whole number of a file: JSON has no largest one, floats and our arrays have."""
 
@@ -96,8 +96,8 @@ def at_most_devices(path: str, where: str, count: int) -> int:
     Raises:
         InputError: It is not.
     """
-    if not 0 <= count <= MOST_DEVICES:
-        fail(path, where, f"must be from 0 to {MOST_DEVICES} devices, got {str(count)[:12]}")
+    if not 0 <= count <= MAX_DEVICES:
+        fail(path, where, f"must be from 0 to {MAX_DEVICES} devices, got {str(count)[:12]}")
     return count
 
 

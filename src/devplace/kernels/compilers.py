@@ -22,7 +22,7 @@ JOBS_OF_A_WORKER = 4
 """Kernels that are worth starting a process for, which takes as long as compiling some."""
 JOB_LIMIT_S = 120.0
 """Longest time for one kernel; then its ops run one by one."""
-COMMAND = (sys.executable, "-m", "devplace.kernels.worker")
+COMMAND = (sys.executable, "-m", "devplace.kernels.compile_worker")
 Tell = Callable[[str], None]
 
 
@@ -88,7 +88,7 @@ class Compilers:
 
     def _compile_one(self) -> int:
         """Compile a kernel in this process; tells how many."""
-        from devplace.kernels.worker import make
+        from devplace.kernels.compile_worker import make
 
         try:
             job = self._jobs.get_nowait()

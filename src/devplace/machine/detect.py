@@ -19,7 +19,7 @@ from devplace.machine.presets import cards, families, host_ops, wiring
 # fused multiply-adds), and the clock assumed for all: vendors' base clocks lie around it.
 FLOPS_PER_CYCLE = {"avx512f": 64, "avx2": 32, "avx": 16, "asimd": 16}
 CLOCK_HZ = 2_500_000_000
-MOST_LOGICAL_CPUS = 4
+MAX_LOGICAL_CPUS = 4
 ROUND_BYTES = 64 * 2**20
 NVLINKS = {"P100": wiring.NVLINK1, "V100": wiring.NVLINK2, "A100": wiring.NVSWITCH_A100}
 
@@ -49,7 +49,7 @@ def detect(cpu_devices: int | None = None) -> Machine:
     torch = _torch_with_gpus() if cpu_devices is None else None
     if torch is not None:
         return gpu_machine(torch)
-    return cpu_machine(cpu_devices or min(MOST_LOGICAL_CPUS, max(2, num_cores())))
+    return cpu_machine(cpu_devices or min(MAX_LOGICAL_CPUS, max(2, num_cores())))
 
 
 def num_cores() -> int:

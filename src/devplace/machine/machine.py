@@ -13,8 +13,8 @@ from devplace.units import NS_PER_S
 
 _TIME_LIMIT_NS = 10**15  # 11 days; sums of a few stay far inside 64 bits
 
-MOST_STREAMS = 1024
-MOST_DEVICES = 2048
+MAX_STREAMS = 1024
+MAX_DEVICES = 2048
 """Of one machine: pairs of them are looked at one by one."""
 
 DeviceKind = Literal["cpu", "gpu"]
@@ -273,9 +273,9 @@ def _validate(machine: Machine) -> None:
         raise MachineError(
             f"Machine {machine.name!r} has no devices. Add at least one [[devices]]."
         )
-    if len(machine.devices) > MOST_DEVICES:
+    if len(machine.devices) > MAX_DEVICES:
         raise MachineError(
-            f"Machine {machine.name!r} has {len(machine.devices)} devices, at most {MOST_DEVICES} "
+            f"Machine {machine.name!r} has {len(machine.devices)} devices, at most {MAX_DEVICES} "
             f"can be planned for. Describe a part of it."
         )
     names: set[str] = set()
@@ -336,9 +336,9 @@ def _validate_device(device: Device, pools: set[str]) -> None:
     _positive(device.memory_bytes, owner, "memory_bytes", "bytes")
     _positive(device.bytes_per_s, owner, "bytes_per_s", "bytes/s")
     _positive(device.streams, owner, "streams", "")
-    if device.streams > MOST_STREAMS:
+    if device.streams > MAX_STREAMS:
         raise MachineError(
-            f"{owner}: streams must be below {MOST_STREAMS + 1}, got {device.streams}: no device "
+            f"{owner}: streams must be below {MAX_STREAMS + 1}, got {device.streams}: no device "
             f"runs so many ops at once (a GPU at most 128). Give the number that it does."
         )
     _not_negative(device.reserve_bytes, owner, "reserve_bytes", "bytes")

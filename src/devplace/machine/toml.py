@@ -31,7 +31,7 @@ from devplace.machine.quantity import (
 from devplace.machine.toml_lines import Place, field_lines
 
 Parser = Callable[[Any, str], Any]
-MOST_BYTES = 10**8
+MAX_BYTES = 10**8
 """Size of the largest machine file; one of 64 devices with all links has 1 MB."""
 
 
@@ -148,7 +148,7 @@ def load(path: str | Path) -> Machine:
     """
     file = Path(path)
     try:
-        text = read_whole(file, MOST_BYTES).decode("utf-8-sig")  # as some editors write it
+        text = read_whole(file, MAX_BYTES).decode("utf-8-sig")  # as some editors write it
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeError)
         reason = (getattr(error, "strerror", None) or error) if is_text else "it is not UTF-8 text"

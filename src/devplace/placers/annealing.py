@@ -13,7 +13,7 @@ F64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class MoveSpace:
     """What chains move: read by the native module, which says what each array is for.
 
     Attributes:
@@ -67,11 +67,11 @@ MOVES = Moves()
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CoolingSchedule:
     """How chains anneal.
 
     Attributes:
-        heat: First temperature, as a part of the step time; it falls to exp(-6) of that.
+        temperature: First temperature, as a part of the step time; it falls to exp(-6) of that.
         critical_share: Part of the moves that shift runs of the critical path.
         most_evaluations: Per chain.
         patience: Moves without improvement after which a chain ends.
@@ -80,7 +80,7 @@ class Schedule:
         least_ns: A step time that no placement that fits can beat: a chain that gets there ends.
     """
 
-    heat: float
+    temperature: float
     critical_share: float
     most_evaluations: int
     patience: int

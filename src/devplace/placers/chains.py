@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.annealing import Schedule, Space
+from devplace.placers.annealing import CoolingSchedule, MoveSpace
 from devplace.problem import Core
 from devplace.simulator.critical import critical_tasks
 from devplace.simulator.reference import critical_path_priority, simulate_core
@@ -45,7 +45,12 @@ class SplitMix:
 
 
 def anneal(
-    core: Core, space: Space, schedule: Schedule, starts: I32, priorities: I64 | None, seeds: I64
+    core: Core,
+    space: MoveSpace,
+    schedule: CoolingSchedule,
+    starts: I32,
+    priorities: I64 | None,
+    seeds: I64,
 ) -> tuple[I32, I64, I64, I64, I64, bool]:
     """As `NativeKernel.anneal`, one chain after the other; Ctrl-C is raised at once."""
     found = []
@@ -67,7 +72,7 @@ class _Chain:
     """One chain; the names are those of the native one."""
 
     def __init__(
-        self, core: Core, space: Space, schedule: Schedule, seed: int, seconds: float
+        self, core: Core, space: MoveSpace, schedule: CoolingSchedule, seed: int, seconds: float
     ) -> None:
         self._core, self._space, self._schedule = core, space, schedule
         self._random = SplitMix(seed)
@@ -93,8 +98,10 @@ class _Chain:
         stale, most = 0, self._schedule.most_evaluations
         patience = self._schedule.patience
         while self._made < most and stale < patience and not self._is_done():
-            heat = self._best_value * self._schedule.heat * math.exp(-6.0 * self._spent())
-            bar = self._value - heat * math.log(max(1e-300, self._random.uniform()))
+            temperature = (
+                self._best_value * self._schedule.temperature * math.exp(-6.0 * self._spent())
+            )
+            bar = self._value - temperature * math.log(max(1e-300, self._random.uniform()))
             stale += 1
             if not self._propose():
                 continue

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from devplace.errors import InfeasibleError
-from devplace.placers.rounds import with_priority
+from devplace.placers.margin_retry import with_priority
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.bounds import LowerBound
-from devplace.simulator.needs import tightest
+from devplace.simulator.memory_bounds import tightest
 from devplace.units import format_bytes
 
 

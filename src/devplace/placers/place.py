@@ -10,9 +10,9 @@ from devplace.errors import InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Measure
 from devplace.placers.infeasible import infeasible, no_room
+from devplace.placers.margin_retry import search
 from devplace.placers.placer import Placer
 from devplace.placers.result import Result, made_for
-from devplace.placers.rounds import search
 from devplace.placers.throughput import place_throughput
 from devplace.plan import make_plan
 from devplace.problem import Problem
@@ -43,10 +43,10 @@ def place(
             twice, where gaps between tensors make the found placement too large (`search`).
         seed: Seed of all randomness. The same seed and evaluations give the same plan.
         objective: `latency`, the time of one step, or `throughput`, the largest load of a device in
-            a full pipeline of steps (see `devplace.load.step_loads`). For `throughput` the result
-            is a `ThroughputResult`, `search` is a solver of its own, whose evaluations are moves
-            tried and placements simulated, and the placements of other placers are valued after
-            their backward ops have gone to their forward ops.
+            a full pipeline of steps (see `devplace.pipelining.step_loads`). For `throughput` the
+            result is a `ThroughputResult`, `search` is a solver of its own, whose evaluations are
+            moves tried and placements simulated, and the placements of other placers are valued
+            after their backward ops have gone to their forward ops.
         request: How the problem came about (model, machine ...), kept in the plan.
         allow_infeasible: Return the best placement even if it breaks a memory limit.
         bound: Lower bounds, if already known.

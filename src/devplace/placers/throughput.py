@@ -10,16 +10,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.load import (
-    Effort,
+from devplace.machine.detect import num_cores
+from devplace.pipelining import (
+    SolverEffort,
     StepLoadSolution,
     load_bound,
     place_step,
     step_loads,
     together,
 )
-from devplace.machine.detect import num_cores
-from devplace.placers import rounds
+from devplace.placers import margin_retry
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.infeasible import infeasible
@@ -95,14 +95,14 @@ def place_throughput(
 ) -> ThroughputResult:
     """`place` with `objective="throughput"`: see there.
 
-    `search` is the solver of `devplace.load`. Any other placer works as ever; then backward ops go
-    to their forward ops, as the objective has it.
+    `search` is the solver of `devplace.pipelining`. Any other placer works as ever; then backward
+    ops go to their forward ops, as the objective has it.
     """
     if isinstance(placer, Search):
         found = _solved(problem, placer, budget, seed, progress, bound.load_ns)
     else:
         found = _by_placer(problem, placer, budget, seed, progress, bound.load_ns)
-    placement = rounds.with_priority(problem, Placement(problem.expand(found.device)))
+    placement = margin_retry.with_priority(problem, Placement(problem.expand(found.device)))
     timeline = simulate(problem, placement)
     if not timeline.is_feasible and not allow_infeasible:
         raise infeasible(timeline, placer.name, bound)
@@ -144,7 +144,7 @@ def _solved(
     if most is not None:
         most -= tried
     start = None if placer.start is None else problem.task_devices(placer.start)
-    effort = Effort(seconds, most, seed, num_cores())
+    effort = SolverEffort(seconds, most, seed, num_cores())
     found = place_step(problem, effort, hints, progress, load_ns, start)
     return replace(found, seconds=found.seconds + spent, evaluations=found.evaluations + tried)
 
@@ -175,7 +175,7 @@ def _by_placer(
     progress: Callable[[float], None] | None,
     load_ns: int,
 ) -> StepLoadSolution:
-    found = rounds.search(problem, placer, budget, seed, progress)
+    found = margin_retry.search(problem, placer, budget, seed, progress)
     device = together(problem, problem.task_devices(found.placement))
     return StepLoadSolution(
         device,

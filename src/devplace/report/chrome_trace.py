@@ -17,7 +17,7 @@ from devplace.simulator import Timeline
 from devplace.units import NS_PER_US
 
 if TYPE_CHECKING:
-    from devplace.run.schedule import Transfer as ScheduledTransfer
+    from devplace.run.schedule import PlannedTransfer as ScheduledTransfer
     from devplace.run.timeline import MeasuredTimeline
 
 Event = dict[str, Any]

@@ -16,7 +16,7 @@ from devplace.simulator import Timeline
 from devplace.units import format_bytes, format_time
 
 if TYPE_CHECKING:
-    from devplace.run.schedule import Transfer as ScheduledTransfer
+    from devplace.run.schedule import PlannedTransfer as ScheduledTransfer
     from devplace.run.timeline import MeasuredTimeline
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from devplace.load import step_loads
+from devplace.pipelining import step_loads
 from devplace.placers import ThroughputResult
 from devplace.plan import Plan
 from devplace.problem import Problem

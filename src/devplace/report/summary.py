@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from devplace.graph.members import where_text
 from devplace.placers import Budget, Result, Single, ThroughputResult
-from devplace.placers.rounds import search
+from devplace.placers.margin_retry import search
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.report.pipeline import load_rows
 from devplace.simulator import Timeline, simulate
-from devplace.simulator.needs import least_needs
+from devplace.simulator.memory_bounds import least_needs
 from devplace.units import format_bytes, format_time
 
 WORTH_TELLING = 0.01

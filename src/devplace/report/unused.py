@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from devplace.simulator import Timeline
-from devplace.simulator.needs import Needs, least_needs
+from devplace.simulator.memory_bounds import Needs, least_needs
 from devplace.units import format_bytes
 
 _SLOWER = 1.05

@@ -10,15 +10,15 @@ from weakref import WeakSet
 import torch
 
 from devplace.errors import PlanMismatchError
-from devplace.graph.capture.guards.place import own_names
-from devplace.graph.capture.guards.values import (
+from devplace.graph.program import Binding, Program
+from devplace.step_capture.guards.place import own_names
+from devplace.step_capture.guards.values import (
     NOTHING,
     difference,
     differs,
     is_computed_with,
     shown,
 )
-from devplace.graph.program import Binding, Program
 
 Get = Callable[[int], Any]
 _version = attrgetter("_version")

@@ -11,8 +11,6 @@ import torch
 
 from devplace.errors import VerificationError
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import as_call
-from devplace.graph.capture.several import as_one
 from devplace.graph.graph import StepResult
 from devplace.run.copies import clone_tensor
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
@@ -22,6 +20,8 @@ from devplace.run.own_step import OwnStep, run_own, why_not_run
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState, invent
 from devplace.run.unplaced import run_unplaced
+from devplace.step_capture.batch import as_call
+from devplace.step_capture.several import as_one
 
 # Largest |placed - unplaced| allowed, as a share of the tensor's largest magnitude. Other strides
 # after a copy can choose other matmul kernels; Adam amplifies rounding where gradients are near 0.

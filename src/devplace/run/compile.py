@@ -13,7 +13,6 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import ExecutionError, InputError
 from devplace.graph import OpGraph
-from devplace.graph.capture.several import as_one, each_of
 from devplace.graph.program import Constant
 from devplace.kernels.prepare import prepare
 from devplace.run.captured import CapturedFacts, SharedValues
@@ -26,6 +25,7 @@ from devplace.run.schedule import make_schedule
 from devplace.run.stale import StaleGuard
 from devplace.run.state import ModelState
 from devplace.run.timeline import MeasuredTimeline
+from devplace.step_capture.several import as_one, each_of
 
 
 def compile_step(

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from devplace.run.schedule import Transfer
+from devplace.run.schedule import PlannedTransfer
 
 
-def clone_tensor(value: Any, _transfer: Transfer | None = None) -> Any:
+def clone_tensor(value: Any, _transfer: PlannedTransfer | None = None) -> Any:
     """Copy a tensor to another logical device.
 
     Kernels pick vectorised or strided loops, whose results can differ in the last bit, by whether

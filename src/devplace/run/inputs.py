@@ -12,16 +12,16 @@ import torch.utils._pytree as pytree
 
 from devplace.errors import InputError
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import (
+from devplace.graph.program import RANDOM_KEYS
+from devplace.run.copies import laid_out
+from devplace.step_capture.batch import (
     Record,
     as_call,
     flatten_opened,
     leaf_names,
     open_dataclasses,
 )
-from devplace.graph.capture.guards.values import differs
-from devplace.graph.program import RANDOM_KEYS
-from devplace.run.copies import laid_out
+from devplace.step_capture.guards.values import differs
 
 
 def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:

@@ -6,8 +6,8 @@ import operator
 from collections.abc import Callable
 
 from devplace.errors import PlanError
-from devplace.run.schedule import Instruction, Schedule, Transfer, is_cpu
-from devplace.simulator.joins import (
+from devplace.run.schedule import Instruction, PlannedTransfer, Schedule, is_cpu
+from devplace.simulator.send_lifetimes import (
     JOINED_BYTES,
     PATIENCE,
     push_lane,
@@ -106,13 +106,13 @@ def freed_before(schedule: Schedule) -> tuple[dict[int, tuple[int, ...]], ...]:
     return tuple(found)
 
 
-def lane_of(transfer: Transfer) -> int:
+def lane_of(transfer: PlannedTransfer) -> int:
     """Which of its sender's streams carries it; what one stream carries arrives in turn."""
     return push_lane(transfer.num_bytes, transfer.dst)
 
 
 def joined_before(
-    schedule: Schedule, order: list[Place], lane: Callable[[Transfer], int] = lane_of
+    schedule: Schedule, order: list[Place], lane: Callable[[PlannedTransfer], int] = lane_of
 ) -> dict[int, tuple[int, ...]]:
     """For every transfer, the sends of its receiver that must be over before it is waited for.
 
@@ -131,7 +131,7 @@ def joined_before(
         lane: Stream of the sender that carries a transfer.
 
     Returns:
-        Transfer -> sends to join, the last one per lane; earlier ones on it are over too.
+        PlannedTransfer -> sends to join, the last one per lane; earlier ones on it are over too.
     """
     position = {
         schedule.instructions[device][index].transfer: place
@@ -152,7 +152,7 @@ def joined_before(
 def come_with_others(
     schedule: Schedule,
     is_pushed: Callable[[int], bool],
-    lane: Callable[[Transfer], int] = lane_of,
+    lane: Callable[[PlannedTransfer], int] = lane_of,
 ) -> frozenset[int]:
     """Transfers that have come once what their receiver waited for before has; none needs a wait.
 

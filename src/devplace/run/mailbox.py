@@ -9,9 +9,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from devplace.run.codegen import StoppedError
-from devplace.run.schedule import Transfer
+from devplace.run.schedule import PlannedTransfer
 
-CopyFunction = Callable[[Any, Transfer], Any]
+CopyFunction = Callable[[Any, PlannedTransfer], Any]
 
 # Copies up to this size are made by the sender's own thread: handing one to another thread takes
 # 8-50 us (benchmarks/executor.py, two shared x86 cores), copying this much 25 us at 10 GB/s.
@@ -25,7 +25,7 @@ class Mailbox:
     soon as it was emptied. After a failure a mailbox is thrown away.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], copy: CopyFunction) -> None:
+    def __init__(self, transfers: Sequence[PlannedTransfer], copy: CopyFunction) -> None:
         self._transfers = transfers
         self._copy = copy
         self._values: list[Any] = [None] * len(transfers)
@@ -67,7 +67,7 @@ class Mailbox:
 
 
 def make_post(
-    mailbox: Mailbox, transfers: Sequence[Transfer], queue: SimpleQueue[Any], failed: Any
+    mailbox: Mailbox, transfers: Sequence[PlannedTransfer], queue: SimpleQueue[Any], failed: Any
 ) -> Callable[[int, Any], None]:
     """Make the `post` of a device: small copies at once, large ones on its copy thread."""
 

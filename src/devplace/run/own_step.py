@@ -14,14 +14,14 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.graph import OpGraph
-from devplace.graph.capture.batch import as_call, open_dataclasses, open_objects
-from devplace.graph.capture.guards.frames import left_alone
-from devplace.graph.capture.loss import loss_call
-from devplace.graph.capture.refuse import unwrap
-from devplace.graph.capture.several import as_one, each_of
-from devplace.graph.capture.sources import Slots, Sources, find_sources
-from devplace.graph.capture.trace_context import undisturbed
 from devplace.graph.program import RANDOM_KEYS
+from devplace.step_capture.batch import as_call, open_dataclasses, open_objects
+from devplace.step_capture.guards.frames import left_alone
+from devplace.step_capture.loss import loss_call
+from devplace.step_capture.refuse import unwrap
+from devplace.step_capture.several import as_one, each_of
+from devplace.step_capture.sources import Slots, Sources, find_sources
+from devplace.step_capture.trace_context import undisturbed
 
 
 @dataclass(frozen=True)

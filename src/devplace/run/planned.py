@@ -185,7 +185,7 @@ def _capture_again(
     micro_batches: int,
     options: Mapping[str, Any],
 ) -> OpGraph:
-    from devplace.graph.capture import capture
+    from devplace.step_capture import capture
 
     if not isinstance(example_inputs, tuple) or example_inputs or example_kwargs:
         return capture(

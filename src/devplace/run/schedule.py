@@ -28,7 +28,7 @@ class Instruction(NamedTuple):
     transfer: int = -1
 
 
-class Transfer(NamedTuple):
+class PlannedTransfer(NamedTuple):
     """A tensor that crosses from device `src` to device `dst` once per step.
 
     Attributes:
@@ -63,7 +63,7 @@ class Schedule:
     device_names: tuple[str, ...]
     device_of_op: tuple[int, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[PlannedTransfer, ...]
     holders: Mapping[int, tuple[int, ...]]
     results: tuple[tuple[tuple[int, Any], ...], ...]
     borrowed: frozenset[int]
@@ -124,7 +124,7 @@ def make_schedule(
     found = _Lowering(facts, order, len(device_names), {})
     final = _Lowering(facts, order, len(device_names), found.first_need)
     transfers = tuple(
-        Transfer(facts.tensor_id(node), facts.device(node), dst, facts.num_bytes(node))
+        PlannedTransfer(facts.tensor_id(node), facts.device(node), dst, facts.num_bytes(node))
         for node, dst in found.first_need
     )
     return Schedule(

@@ -9,10 +9,10 @@ import torch
 
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import OpGraph
-from devplace.graph.capture.refuse import unwrap
-from devplace.graph.capture.several import as_one, kind_of, owner_of
 from devplace.graph.program import Binding
 from devplace.run.copies import laid_out
+from devplace.step_capture.refuse import unwrap
+from devplace.step_capture.several import as_one, kind_of, owner_of
 
 STORED_KINDS = ("parameter", "buffer", "state", "constant")
 

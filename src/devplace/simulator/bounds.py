@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from devplace.problem import Problem
 from devplace.simulator.loads import dual_weights, memory_load, window_bound
-from devplace.simulator.needs import Needs, least_needs
+from devplace.simulator.memory_bounds import Needs, least_needs
 from devplace.simulator.paths import NEVER, Paths, communication_paths
 
 I64 = NDArray[np.int64]

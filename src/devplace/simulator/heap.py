@@ -19,11 +19,11 @@ I64 = NDArray[np.int64]
 
 # Of torch's CUDACachingAllocator, with expandable segments.
 BLOCK_BYTES = 512
-MOST_SMALL_BYTES = 2**20
+MAX_SMALL_BYTES = 2**20
 SMALL_PAGE_BYTES = 2 * 2**20
 LARGE_PAGE_BYTES = 20 * 2**20
 # Larger tensors make their piece grow by what they need, smaller ones by a page.
-LEAST_OWN_BYTES = 10 * 2**20
+MIN_OWN_BYTES = 10 * 2**20
 OWN_STEP_BYTES = 2 * 2**20
 
 
@@ -93,9 +93,7 @@ class Piece:
 
     def _wanted(self, size: int) -> int:
         """What must be free at the end once the piece has grown for a tensor."""
-        return (
-            _ceil(size, OWN_STEP_BYTES) if size >= LEAST_OWN_BYTES else max(size, self._page_bytes)
-        )
+        return _ceil(size, OWN_STEP_BYTES) if size >= MIN_OWN_BYTES else max(size, self._page_bytes)
 
     def _add(self, address: int, size: int) -> None:
         insort(self._by_size, (size, address))
@@ -107,7 +105,7 @@ class Piece:
         del self._size_at[address], self._start_of[address + size]
 
 
-class Block(NamedTuple):
+class HeapBlock(NamedTuple):
     """Memory of one tensor."""
 
     is_small: bool
@@ -136,16 +134,16 @@ class Heap:
         """What both pieces reserve."""
         return self._small.num_bytes + self._large.num_bytes
 
-    def take(self, num_bytes: int) -> Block:
+    def take(self, num_bytes: int) -> HeapBlock:
         """Memory for a tensor."""
         size = block_bytes(num_bytes)
-        if size <= MOST_SMALL_BYTES:
-            return Block(True, self._small.take(size), size)
+        if size <= MAX_SMALL_BYTES:
+            return HeapBlock(True, self._small.take(size), size)
         self._large_bytes += size
         self.large_peak_bytes = max(self.large_peak_bytes, self._large_bytes)
-        return Block(False, self._large.take(size), size)
+        return HeapBlock(False, self._large.take(size), size)
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HeapBlock) -> None:
         """Free it."""
         if block.is_small:
             self._small.give(block.address, block.size)

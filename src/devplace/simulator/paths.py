@@ -30,9 +30,9 @@ I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 NEVER = 2**61
-MOST_KINDS = 4
+MAX_KINDS = 4
 # Makers of one op that are put into sequence: more hardly ever helps.
-MOST_LOCAL = 5
+MAX_LOCAL = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ def communication_paths(problem: Problem, allowed: Bools) -> Paths:
 
 
 def make_kinds(problem: Problem, allowed: Bools) -> Kinds:
-    """Kinds of devices: the same times and the same groups; at most `MOST_KINDS`, the last of
+    """Kinds of devices: the same times and the same groups; at most `MAX_KINDS`, the last of
     which takes all the rest."""
     tasks, wires = problem.core.tasks, problem.core.wires
     of_device = np.full(len(wires.streams), -1, np.int32)
@@ -108,8 +108,8 @@ def make_kinds(problem: Problem, allowed: Bools) -> Kinds:
             allowed[:, d].tobytes(),
             int(wires.streams[d]) == 1,
         )
-        of_device[d] = min(known.setdefault(key, len(known)), MOST_KINDS - 1)
-    count = min(len(known), MOST_KINDS)
+        of_device[d] = min(known.setdefault(key, len(known)), MAX_KINDS - 1)
+    count = min(len(known), MAX_KINDS)
     duration = np.full((count, tasks.num_tasks), NEVER, np.int64)
     for d in problem.usable_devices:
         own = np.where(allowed[tasks.group, d], wires.duration_ns[:, d], NEVER)
@@ -186,10 +186,10 @@ def _begin(rows: list[tuple[int, int, int]], is_serial: bool) -> int:
     rows.sort(reverse=True)
     best = rows[0][0]
     local: list[tuple[int, int]] = []
-    for place in range(min(len(rows), MOST_LOCAL)):
+    for place in range(min(len(rows), MAX_LOCAL)):
         local.append(rows[place][1:])
         spent = max([b + sum([n for other, n in local if other >= b]) for b, _ in local])
-        rest = rows[place + 1][0] if place + 1 < len(rows) and place + 1 < MOST_LOCAL else 0
+        rest = rows[place + 1][0] if place + 1 < len(rows) and place + 1 < MAX_LOCAL else 0
         best = min(best, max(spent, rest))
         if spent >= best:
             break

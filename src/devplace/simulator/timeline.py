@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from devplace.problem import Placement, Problem
 from devplace.simulator.critical import critical_tasks, device_orders
-from devplace.simulator.gaps import gap_bytes
+from devplace.simulator.fragmentation import gap_bytes
 from devplace.simulator.kernel import SimulatorKernel
 from devplace.simulator.reference import CoreTimeline
 from devplace.units import format_bytes, format_time

@@ -17,10 +17,10 @@ from devplace.simulator.in_order import simulate_in_order, waiting_ops
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-MOST_ORDERED = 7
+MAX_ORDERED = 7
 
 
-class Best(NamedTuple):
+class BruteForceBest(NamedTuple):
     """The best placement there is.
 
     Attributes:
@@ -32,7 +32,7 @@ class Best(NamedTuple):
     placement: Placement
 
 
-def brute_force(problem: Problem, most: int = 200_000) -> Best:
+def brute_force(problem: Problem, most: int = 200_000) -> BruteForceBest:
     """Try every placement of the colocation groups that keeps the demands and memory limits.
 
     Every placement runs in critical-path order; another order may be faster still.
@@ -57,10 +57,10 @@ def brute_force(problem: Problem, most: int = 200_000) -> Best:
             best = (found[0], devices[found[1]])
     if best is None:
         raise InfeasibleError(f"None of the {count} placements fits the memory limits.")
-    return Best(best[0], Placement(problem.expand(best[1])))
+    return BruteForceBest(best[0], Placement(problem.expand(best[1])))
 
 
-def brute_force_orders(problem: Problem, most: int = 20_000, waits: bool = True) -> Best:
+def brute_force_orders(problem: Problem, most: int = 20_000, waits: bool = True) -> BruteForceBest:
     """Try every placement with every order.
 
     Args:
@@ -71,14 +71,14 @@ def brute_force_orders(problem: Problem, most: int = 20_000, waits: bool = True)
 
     Raises:
         InfeasibleError: None fits.
-        InputError: More than `MOST_ORDERED` ops that take part in the order, or more than `most`.
+        InputError: More than `MAX_ORDERED` ops that take part in the order, or more than `most`.
 
     Complexity: D^G N! simulations.
     """
     tasks = problem.core.tasks
     work = np.flatnonzero(tasks.is_source == 0)
-    if len(work) > MOST_ORDERED:
-        raise InputError(f"All orders are tried of {MOST_ORDERED} ops at most, not {len(work)}.")
+    if len(work) > MAX_ORDERED:
+        raise InputError(f"All orders are tried of {MAX_ORDERED} ops at most, not {len(work)}.")
     kernel = make_kernel(problem.core)
     best: tuple[int, Placement] | None = None
     for devices in _every_placement(problem, most):
@@ -93,7 +93,7 @@ def brute_force_orders(problem: Problem, most: int = 20_000, waits: bool = True)
         best = _waiting(problem, most, best)
     if best is None:
         raise InfeasibleError("None of the placements fits the memory limits, in any order.")
-    return Best(*best)
+    return BruteForceBest(*best)
 
 
 def _waiting(

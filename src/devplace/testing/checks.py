@@ -17,7 +17,7 @@ from devplace.cost import CostModel
 from devplace.graph import OpGraph
 from devplace.machine import Machine
 from devplace.placers import Budget, Evaluator, Placer, place
-from devplace.placers.rounds import with_priority
+from devplace.placers.margin_retry import with_priority
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound

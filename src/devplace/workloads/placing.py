@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from devplace.errors import InputError
-from devplace.graph.capture.batch import open_dataclasses
+from devplace.step_capture.batch import open_dataclasses
 
 Batch = TypeVar("Batch")
 """Inputs as a tuple, or as a dict of keyword inputs."""

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.graph.capture_checks import batches, sgd, small_net, xent
 from tests.graph.fusion.records import BYTES, Made
 from tests.graph.fusion.test_groups import graphs
+from tests.step_capture.checks import batches, sgd, small_net, xent
 from torch import nn
 
 from devplace.graph import Op, OpGraph
-from devplace.graph.capture import capture
 from devplace.graph.fusion import fuse
 from devplace.graph.patterns import pinned_part
 from devplace.graph.serialize import fingerprint, from_json, to_json
+from devplace.step_capture import capture
 
 
 def step() -> Made:

@@ -209,7 +209,7 @@ def test_a_model_that_is_too_large_is_not_begun(
     problem = random_problem(3, 25, 3)
     monkeypatch.setattr(exact, "StepModel", lambda *_: pytest.fail("a model was built"))
     if limit == "size":
-        monkeypatch.setattr(exact, "MOST_CONSTRAINTS", 10)
+        monkeypatch.setattr(exact, "MAX_CONSTRAINTS", 10)
     else:
         monkeypatch.setattr(exact, "CONSTRAINTS_PER_S", 1e-9)
     budget = Budget(seconds=10**6, evaluations=400)

@@ -7,13 +7,13 @@ import pytest
 from tests.strategies import tiny_case
 
 from devplace.errors import InfeasibleError, InputError
-from devplace.load.cp_sat import cp_model
+from devplace.pipelining.cp_sat import cp_model
 from devplace.placers import Budget, Exact, place
 from devplace.placers.exact import model, size
 from devplace.placers.exact.model import Space, StepModel
 from devplace.placers.exact.size import ModelSizeError, most_in_order, num_constraints
 from devplace.problem import Problem
-from devplace.simulator.needs import least_needs
+from devplace.simulator.memory_bounds import least_needs
 from devplace.testing import brute_force_orders, hand_machine, hand_problem
 from devplace.testing.layered import layered_problem
 
@@ -50,7 +50,7 @@ def test_the_number_of_constraints_is_known_before(problem: Problem) -> None:
 def test_no_model_grows_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building ends where it has more constraints than allowed, not when it is whole."""
     problem = layered_problem(60, 8)
-    monkeypatch.setattr(model, "MOST_CONSTRAINTS", 5000)
+    monkeypatch.setattr(model, "MAX_CONSTRAINTS", 5000)
     built = []
     cp = cp_model()
 
@@ -68,14 +68,14 @@ def test_orders_of_queues_are_limited_one_by_one_and_together(
     """Queues of 2, 3 and 4 have 1, 3 and 6 pairs."""
     sizes = [2, 2, 3, 4]
     for each, together, most in ((6, 11, 4), (5, 11, 3), (6, 10, 3), (6, 4, 2), (6, 1, 0)):
-        monkeypatch.setattr(size, "MOST_PAIRS", each)
-        monkeypatch.setattr(size, "MOST_PAIRS_IN_ALL", together)
+        monkeypatch.setattr(size, "MAX_PAIRS", each)
+        monkeypatch.setattr(size, "MAX_PAIRS_IN_ALL", together)
         assert most_in_order(sizes) == most
 
 
 def test_without_orders_of_queues_proofs_still_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that only keeps transfers apart allows more, so its bound is below every step."""
-    monkeypatch.setattr(size, "MOST_PAIRS_IN_ALL", 0)
+    monkeypatch.setattr(size, "MAX_PAIRS_IN_ALL", 0)
     compared = 0
     for seed in range(200):
         problem = tiny_case(seed, 6)

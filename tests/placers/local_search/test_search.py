@@ -102,7 +102,7 @@ def test_more_budget_is_not_worse() -> None:
 INGREDIENTS = (
     Search(structural=False),
     Search(levels=1),
-    Search(heat=0.0),
+    Search(temperature=0.0),
     Search(width=1),
     Search(heuristics=False),
     Search(improves_order=False),
@@ -231,7 +231,7 @@ def test_a_bound_that_is_reached_on_the_way_ends_the_search() -> None:
 def test_the_search_ends_where_all_placements_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten ops on two devices: all 1,024 placements, some orders, and a few rounds of both; the
     optimum is not proved, yet the budget is not used up. The same seed gives the same plan."""
-    monkeypatch.setattr(search, "MOST_TRIED", 20_000)
+    monkeypatch.setattr(search, "MAX_TRIED", 20_000)
     monkeypatch.setattr(search, "PATIENCE", 300)
     problem = ten_ops()
     budget = Budget(seconds=10**6, evaluations=10**7)

@@ -11,8 +11,8 @@ from tests.strategies import random_problem
 
 from devplace.errors import InfeasibleError
 from devplace.placers import Budget, Evaluator, MinCut, MinCutRepaired, place
+from devplace.placers.margin_retry import with_priority
 from devplace.placers.partitioners.repair import repaired
-from devplace.placers.rounds import with_priority
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate

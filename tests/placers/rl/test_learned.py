@@ -18,7 +18,6 @@ from tests.strategies import random_problem
 from devplace import placers, workloads
 from devplace.cost.analytic import Analytic
 from devplace.errors import InfeasibleError, InputError
-from devplace.graph.capture import capture
 from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator, Learned, Search, place
 from devplace.placers.rl import weights
@@ -39,6 +38,7 @@ from devplace.placers.rl.partings import Partings, counts_around
 from devplace.placers.rl.policies import log_prob
 from devplace.placers.rl.scene import BINS, Scene, earliest_starts
 from devplace.problem import Problem
+from devplace.step_capture import capture
 from devplace.testing import check_placer, hand_machine, hand_problem
 
 

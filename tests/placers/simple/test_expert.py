@@ -11,11 +11,11 @@ import torch
 from devplace import workloads
 from devplace.cost import Analytic
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.machine import presets
 from devplace.placers import Budget, Expert, place
 from devplace.placers.simple.expert import RULES
 from devplace.problem import Problem
+from devplace.step_capture import capture
 from devplace.testing import hand_machine, hand_problem
 
 

@@ -7,10 +7,10 @@ import torch
 
 from devplace.cost import Analytic
 from devplace.graph import OpGraph
-from devplace.graph.capture import capture
 from devplace.machine import presets
 from devplace.placers import Budget, DataParallel, Layers, place
 from devplace.problem import Problem
+from devplace.step_capture import capture
 
 
 class Stacked(torch.nn.Module):

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
-from devplace.load.cp_sat import cp_model, solve
+from devplace.pipelining.cp_sat import cp_model, solve
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.exact.model import Space, StepModel
-from devplace.placers.exact.size import MOST_CONSTRAINTS, ModelSizeError, num_constraints
+from devplace.placers.exact.size import MAX_CONSTRAINTS, ModelSizeError, num_constraints
 from devplace.placers.extras import missing
 from devplace.placers.groups import mean_duration_ns
 from devplace.placers.local_search.classes import make_classes
@@ -21,7 +21,7 @@ from devplace.placers.local_search.search import Search
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
-from devplace.simulator.needs import least_needs
+from devplace.simulator.memory_bounds import least_needs
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -148,7 +148,7 @@ class _Solve:
         began = evaluate.seconds
         room = np.inf if seconds is None else BUILDING_PART * (seconds - began)
         count = num_constraints(self._problem, space.of_group, space.allowed)
-        if count > MOST_CONSTRAINTS or count > CONSTRAINTS_PER_S * room:
+        if count > MAX_CONSTRAINTS or count > CONSTRAINTS_PER_S * room:
             raise ModelSizeError(f"it would have about {count:,} constraints")
         return lambda: evaluate.seconds - began > room
 

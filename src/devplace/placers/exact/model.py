@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.exact.size import MOST_CONSTRAINTS, ModelSizeError, most_in_order
+from devplace.placers.exact.size import MAX_CONSTRAINTS, ModelSizeError, most_in_order
 from devplace.problem import Problem
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
 # Capacities are counted in units such that they stay below this.
-MOST_UNITS = 2**24
-MOST_OVER_VARIABLES = 2**61
+MAX_UNITS = 2**24
+MAX_OVER_VARIABLES = 2**61
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class StepModel:
         is_late: Whether building must end.
 
     Raises:
-        ModelSizeError: More than `MOST_CONSTRAINTS`, or it is late.
+        ModelSizeError: More than `MAX_CONSTRAINTS`, or it is late.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class StepModel:
         """Whether times are too long for CP-SAT, which adds up the ends of all its variables in 64
         bits."""
         ends: list[int] = [max(map(abs, v.domain)) for v in self.model.proto.variables]
-        return sum(ends) >= MOST_OVER_VARIABLES
+        return sum(ends) >= MAX_OVER_VARIABLES
 
     def _check_size(self) -> None:
-        if len(self.model.proto.constraints) > MOST_CONSTRAINTS:
-            raise ModelSizeError(f"it has more than {MOST_CONSTRAINTS:,} constraints")
+        if len(self.model.proto.constraints) > MAX_CONSTRAINTS:
+            raise ModelSizeError(f"it has more than {MAX_CONSTRAINTS:,} constraints")
         if self._is_late():
             raise ModelSizeError("it takes too long to build")
 
@@ -308,7 +308,7 @@ class StepModel:
 
     def _limit(self, devices: list[tuple[list[tuple[Any, ...]], list[Any]]], limit: int) -> None:
         """Intervals `(begin, end, literal, bytes)`, and `(literal, bytes)` held throughout."""
-        unit = max(1, -(-limit // MOST_UNITS))
+        unit = max(1, -(-limit // MAX_UNITS))
         capacity = limit // unit
         always = [(x, size // unit) for _, kept in devices for x, size in kept if size >= unit]
         rows = [row for found, _ in devices for row in found if row[3] >= unit]

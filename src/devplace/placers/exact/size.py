@@ -12,11 +12,11 @@ Bools = NDArray[np.bool_]
 
 # Pairs of transfers of one lane whose order of requests is modelled, each by four constraints, and
 # those of all lanes: more are only kept apart.
-MOST_PAIRS = 3000
-MOST_PAIRS_IN_ALL = 220_000
+MAX_PAIRS = 3000
+MAX_PAIRS_IN_ALL = 220_000
 # A model of so many constraints takes 5 s to build (a core of a server CPU) and 0.4 GB, as much
 # again in CP-SAT: none that is larger is built.
-MOST_CONSTRAINTS = 1_000_000
+MAX_CONSTRAINTS = 1_000_000
 
 
 class ModelSizeError(Exception):
@@ -50,12 +50,12 @@ def num_constraints(problem: Problem, of_group: I32, allowed: Bools) -> int:
 
 def most_in_order(sizes: list[int]) -> int:
     """Transfers of a queue up to which their order is modelled, such that no queue has more than
-    `MOST_PAIRS` of them and all together no more than `MOST_PAIRS_IN_ALL`."""
+    `MAX_PAIRS` of them and all together no more than `MAX_PAIRS_IN_ALL`."""
     most, total = 0, 0
     for size in sorted(set(sizes)):
         pairs = size * (size - 1) // 2
         total += pairs * sizes.count(size)
-        if pairs > MOST_PAIRS or total > MOST_PAIRS_IN_ALL:
+        if pairs > MAX_PAIRS or total > MAX_PAIRS_IN_ALL:
             break
         most = size
     return most

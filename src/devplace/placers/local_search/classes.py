@@ -16,7 +16,7 @@ F64 = NDArray[np.float64]
 
 
 @dataclass
-class Best:
+class BestPlacement:
     """The best placement seen: groups' devices with what they score.
 
     Attributes:
@@ -92,15 +92,15 @@ class Incumbent:
     Attributes:
         problem: What is placed.
         evaluate: The counted simulator.
-        best: Best placement seen.
+        best: BestPlacement placement seen.
     """
 
-    def __init__(self, problem: Problem, evaluate: Evaluator, best: Best) -> None:
+    def __init__(self, problem: Problem, evaluate: Evaluator, best: BestPlacement) -> None:
         self.problem = problem
         self.evaluate = evaluate
         self.best = best
 
-    def offer(self, found: Best) -> None:
+    def offer(self, found: BestPlacement) -> None:
         """Take a placement if it is better."""
         if found.key < self.best.key:
             self.best = found
@@ -113,4 +113,4 @@ class Incumbent:
             if found < self.best.key:
                 row = priority[k] if priority is not None and priority.ndim == 2 else priority
                 kept = None if row is None else row.copy()
-                self.best = Best(groups[k].copy(), found[1], found[0], kept)
+                self.best = BestPlacement(groups[k].copy(), found[1], found[0], kept)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.annealing import Schedule, Space
+from devplace.placers.annealing import CoolingSchedule, MoveSpace
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import legal
-from devplace.placers.local_search.classes import Best, Classes
+from devplace.placers.local_search.classes import BestPlacement, Classes
 from devplace.problem import Problem
 
 I32 = NDArray[np.int32]
@@ -45,11 +45,11 @@ class Explorer:
     def run(
         self,
         classes: Classes,
-        starts: Sequence[Best],
+        starts: Sequence[BestPlacement],
         devices: Sequence[int],
         until: float,
-        schedule: Schedule,
-    ) -> list[Best]:
+        schedule: CoolingSchedule,
+    ) -> list[BestPlacement]:
         """Anneal from every start; if there are fewer than chains, again from the first ones.
 
         Args:
@@ -74,10 +74,12 @@ class Explorer:
             self._priorities(begins),
             seeds,
         )
-        bests = [Best(groups, step, over, priority) for groups, priority, step, over in found]
+        bests = [
+            BestPlacement(groups, step, over, priority) for groups, priority, step, over in found
+        ]
         return sorted(bests, key=lambda best: best.key)
 
-    def _priorities(self, begins: Sequence[Best]) -> I64 | None:
+    def _priorities(self, begins: Sequence[BestPlacement]) -> I64 | None:
         if all(best.priority is None for best in begins):
             return None
         kernel, group = self._evaluate.kernel, self._problem.core.tasks.group
@@ -87,7 +89,7 @@ class Explorer:
         ]
         return np.stack(rows)
 
-    def _limited(self, schedule: Schedule, until: float) -> Schedule | None:
+    def _limited(self, schedule: CoolingSchedule, until: float) -> CoolingSchedule | None:
         """The schedule within what the budget leaves; None if that is nothing."""
         budget = self._evaluate.budget
         left = until - self._evaluate.fraction_spent
@@ -104,7 +106,7 @@ class Explorer:
         least = self._evaluate.least_ns
         return replace(schedule, most_evaluations=most, seconds=seconds, least_ns=least)
 
-    def _space(self, classes: Classes, devices: Sequence[int]) -> Space:
+    def _space(self, classes: Classes, devices: Sequence[int]) -> MoveSpace:
         wires, tasks = self._problem.core.wires, self._problem.core.tasks
         rank = np.argsort(np.argsort(classes.position, kind="stable"), kind="stable")
         of_group = rank[classes.of_group].astype(np.int32)
@@ -112,7 +114,7 @@ class Explorer:
         sizes = np.bincount(of_group, minlength=classes.count)
         weight = np.zeros(classes.count)
         weight[rank] = classes.time_ns / max(1.0, float(classes.time_ns.sum()))
-        return Space(
+        return MoveSpace(
             task_group=np.ascontiguousarray(tasks.group, np.int32),
             target=self._target,
             group_class=of_group,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.local_search.classes import Best, Incumbent
+from devplace.placers.local_search.classes import BestPlacement, Incumbent
 from devplace.problem import Problem
 from devplace.simulator.critical import critical_tasks, device_orders
 from devplace.simulator.reference import CoreTimeline
@@ -122,7 +122,7 @@ def improve_order(incumbent: Incumbent, rng: np.random.Generator, until: float, 
     static = evaluate.kernel.priority(device)
     stale = 0
     while stale < 12 and evaluate.fraction_spent < until and not evaluate.is_over:
-        best: Best = incumbent.best
+        best: BestPlacement = incumbent.best
         current = best.priority if best.priority is not None else base
         tails = realised_tails(problem, device, evaluate.kernel.trace(device, current))
         rows = [tails, (tails + static) // 2, (current + tails) // 2]

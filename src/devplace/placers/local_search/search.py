@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth, side_owner
-from devplace.placers.annealing import MOVES, Moves, Schedule
+from devplace.placers.annealing import MOVES, CoolingSchedule, Moves
 from devplace.placers.budget import Budget
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.groups import (
@@ -22,7 +22,7 @@ from devplace.placers.groups import (
 )
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
-from devplace.placers.local_search.classes import Best, Classes, Incumbent, make_classes
+from devplace.placers.local_search.classes import BestPlacement, Classes, Incumbent, make_classes
 from devplace.placers.local_search.explore import UNLIMITED, Explorer
 from devplace.placers.local_search.refine import improve_order, refine_placement
 from devplace.placers.modules import module_chain
@@ -44,21 +44,21 @@ Ordered = tuple[tuple[int, int], Placement]
 
 # Moves of a native chain without improvement after which it ends.
 PATIENCE = 20_000
-MOST_CHAINS = 16
-LEAST_PER_CHAIN = 1000
+MAX_CHAINS = 16
+MIN_PER_CHAIN = 1000
 HEAT_OF_CLASSES = 0.4
 # What HEFT and ETF together take per task and device (a core of a server CPU), s, and the part of
 # the time that they may take.
 LIST_S_PER_PAIR = 37e-6
 LIST_PART = 0.3
 # Placements (times orders) times tasks up to which all are tried: about a second.
-MOST_TRIED = 1_000_000
+MAX_TRIED = 1_000_000
 
 # Rounds without improvement after which the search ends where all placements were tried: what is
 # left is their order.
 TRIED_PATIENCE = 3
-# After a round that brought nothing the next is hot: so many times the heat, for this part of the
-# budget.
+# After a round that brought nothing the next is hot: so many times the temperature, for this part
+# of the budget.
 HOT = (2.0, 4.0, 8.0)
 HOT_PART = 0.2
 # Moves per group and chain from which on a small graph needs no coarser classes.
@@ -84,8 +84,8 @@ class Search:
         coarse: Classes on the coarsest level, at most (if module paths allow).
         fine: Classes on the finest level, at most.
         exact: Problems with at most this many placements are solved by trying them all; tiny ones
-            (`MOST_TRIED`) with more.
-        heat: First temperature as a part of the step time; 0: only what is no worse is accepted.
+            (`MAX_TRIED`) with more.
+        temperature: The first, as a part of the step time; 0: only what is no worse is accepted.
         moves: What the chains try.
         structural: Whether classes come from the structure of the model; else they are ops that
             follow one another in the graph.
@@ -101,7 +101,7 @@ class Search:
     width: int = 4
     coarse: int = 80
     fine: int = 1500
-    heat: float = 0.005
+    temperature: float = 0.005
     exact: int = 4096
     moves: Moves = MOVES
     structural: bool = True
@@ -150,7 +150,7 @@ class Search:
     def _explore(
         self,
         incumbent: Incumbent,
-        starts: list[Best],
+        starts: list[BestPlacement],
         levels: list[Classes],
         devices: list[int],
         rng: np.random.Generator,
@@ -165,28 +165,32 @@ class Search:
 
         def run(
             level: Classes,
-            begins: list[Best],
+            begins: list[BestPlacement],
             where: list[int],
             until: float,
-            heat: float,
+            temperature: float,
             critical: float,
-        ) -> list[Best]:
+        ) -> list[BestPlacement]:
             most = UNLIMITED if limited else 40 * PATIENCE
             share = critical * self.moves.critical_share
-            schedule = Schedule(heat, share, most, PATIENCE, 0.0, self.moves)
+            schedule = CoolingSchedule(temperature, share, most, PATIENCE, 0.0, self.moves)
             found = explorer.run(level, begins, where, until, schedule)
             incumbent.offer(found[0])
             return found
 
         evaluate.runners_up.heading = "start"
         begins = [starts[0]] * max(1, chains - 1) + starts[1:2]
-        heat = max(self.heat, HEAT_OF_CLASSES / levels[0].count)  # the fewer, the dearer each move
-        heat = heat if self.heat else 0.0
-        found = run(levels[0], begins, devices, 0.4, heat, 0.0)
+        temperature = max(
+            self.temperature, HEAT_OF_CLASSES / levels[0].count
+        )  # the fewer, the dearer each move
+        temperature = temperature if self.temperature else 0.0
+        found = run(levels[0], begins, devices, 0.4, temperature, 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
-            found = run(level, found[: max(2, chains // 4)], everything, until, self.heat / 4, 0.1)
+            found = run(
+                level, found[: max(2, chains // 4)], everything, until, self.temperature / 4, 0.1
+            )
         evaluate.runners_up.heading = "fine"
         stale = 0
         while not evaluate.is_over and stale != patience:
@@ -195,14 +199,14 @@ class Search:
             if self.improves_order:
                 improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
             level = levels[int(rng.integers(len(levels)))]
-            heat = self.heat * float(rng.choice([0.02, 0.06, 0.2]))
+            temperature = self.temperature * float(rng.choice([0.02, 0.06, 0.2]))
             critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
             if stale:
                 level, until = levels[-1], spent + max(HOT_PART, 0.3 * (1 - spent))
-                heat = self.heat * float(rng.choice(HOT))
+                temperature = self.temperature * float(rng.choice(HOT))
                 critical = float(rng.choice([0.3, 1.0]))
-            run(level, [incumbent.best], everything, min(1.0, until), heat, critical)
+            run(level, [incumbent.best], everything, min(1.0, until), temperature, critical)
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             stale = stale + 1 if incumbent.best is known else 0
@@ -213,15 +217,15 @@ class Search:
         """As many as have enough to spend; under a budget of time, when nobody counts on the same
         plan everywhere, one per thread."""
         if evaluate.budget.evaluations is None:
-            return max(self.width, min(MOST_CHAINS, evaluate.threads))
-        return max(1, min(self.width, evaluate.budget.evaluations // LEAST_PER_CHAIN))
+            return max(self.width, min(MAX_CHAINS, evaluate.threads))
+        return max(1, min(self.width, evaluate.budget.evaluations // MIN_PER_CHAIN))
 
     def _trivial(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
-    ) -> tuple[list[Best], Ordered | None]:
+    ) -> tuple[list[BestPlacement], Ordered | None]:
         """All trivial plans by their priorities, best first; and the best with an order of its
         own."""
-        found: list[Best] = []
+        found: list[BestPlacement] = []
         ordered: list[Ordered] = []
         first = _first_task_of_group(problem)
 
@@ -235,7 +239,7 @@ class Search:
             priority = placement.priority
             if priority is not None:
                 priority = problem.task_priority(priority)
-            found.append(Best(groups, score.step_ns, score.overflow_bytes, priority))
+            found.append(BestPlacement(groups, score.step_ns, score.overflow_bytes, priority))
             if priority is None and (score.overflow_bytes or has_micro_batches(problem)):
                 keep(in_trace_order(problem, placement), heading)
 
@@ -268,7 +272,7 @@ class Search:
         """
         evaluate, tasks = incumbent.evaluate, incumbent.problem.core.tasks
         allowed = incumbent.problem.allowed
-        tiny = MOST_TRIED // max(1, tasks.num_tasks)
+        tiny = MAX_TRIED // max(1, tasks.num_tasks)
         most = max(self.exact, tiny)
         if np.log(allowed.sum(axis=1)).sum() > 1 + np.log(most):  # the product may be huge
             return None

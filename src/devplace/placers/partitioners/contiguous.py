@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.load import contiguous_step
+from devplace.pipelining import contiguous_step
 from devplace.placers.evaluate import Evaluator
 from devplace.placers.partitioners.pipedream import PipeDream
 from devplace.problem import Placement, Problem

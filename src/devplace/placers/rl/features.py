@@ -17,7 +17,7 @@ I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
-MOST_OUTPUTS = 5
+MAX_OUTPUTS = 5
 """Outputs of an op that count, and dimensions of each: HDP's released code has 5 x 5."""
 
 
@@ -35,7 +35,7 @@ def one_hot(index: I64, count: int) -> F32:
     return rows
 
 
-def output_shapes(problem: Problem, outputs: int = MOST_OUTPUTS, dims: int = MOST_OUTPUTS) -> F32:
+def output_shapes(problem: Problem, outputs: int = MAX_OUTPUTS, dims: int = MAX_OUTPUTS) -> F32:
     """Sizes of the first outputs of each task; -1 where there is none. `[N, outputs * dims]`"""
     graph, tasks = problem.graph, problem.core.tasks
     found = np.full((tasks.num_tasks, outputs, dims), -1, np.float32)

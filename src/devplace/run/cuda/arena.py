@@ -12,7 +12,7 @@ from devplace.run.codegen import last_uses
 from devplace.run.linear import lane_of
 from devplace.run.schedule import NodeFacts, Schedule
 from devplace.run.write_back import DeviceWrites
-from devplace.simulator.heap import BLOCK_BYTES, MOST_SMALL_BYTES, SMALL_PAGE_BYTES, Piece
+from devplace.simulator.heap import BLOCK_BYTES, MAX_SMALL_BYTES, SMALL_PAGE_BYTES, Piece
 
 # Beside the small tensors of the plan: those that ops and the capture itself need. With 4 MiB some
 # captures of BERT and GPT-2 still lacked a page.
@@ -203,7 +203,7 @@ class _Walk:
             self._piece(size).give(address, size)
 
     def _piece(self, size: int) -> Piece:
-        return self.large if size > MOST_SMALL_BYTES else self.small
+        return self.large if size > MAX_SMALL_BYTES else self.small
 
 
 def _rounded(num_bytes: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from devplace.cost import streams
 from devplace.run.copies import shrunk_strides
-from devplace.run.cuda.pieces import Pieces
+from devplace.run.cuda.packing import Packing
 
 FLAG_STRIDE = 32  # int32 words: flags lie 128 bytes apart, in cache lines of their own
 
@@ -40,7 +40,7 @@ class CudaDevice:
         self.torch_device = torch.device(name)
         self.main = streams.take(name)
         self.buffers: dict[int, Any] = {}
-        self._pieces = Pieces(source_bytes or {})
+        self._pieces = Packing(source_bytes or {})
         self._memory: Any = None
 
     @contextmanager

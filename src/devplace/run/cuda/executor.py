@@ -32,10 +32,10 @@ from devplace.run.cuda.failures import (
     memory_error,
     step_error,
 )
-from devplace.run.cuda.flagged import Mailroom
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
 from devplace.run.cuda.memory import DeviceMemory, device_memory
+from devplace.run.cuda.peer_channels import PeerChannels
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
@@ -325,7 +325,7 @@ class CudaExecutor:
         eager, arena_bytes = self._rehearse(eager, number)
         self._doing = "Capturing the step"
         try:
-            mailroom = Mailroom(
+            mailroom = PeerChannels(
                 self.schedule,
                 self._devices,
                 eager.layouts,
@@ -387,7 +387,7 @@ class CudaExecutor:
             self.schedule, self._all, self._random, self._order, self._writes, self._routes
         )
 
-    def _make_crew(self, mailroom: Mailroom) -> HostCrew:
+    def _make_crew(self, mailroom: PeerChannels) -> HostCrew:
         return HostCrew(
             self.schedule,
             self._hosts,

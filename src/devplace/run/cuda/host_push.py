@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from devplace.run.cuda.device import FLAG_STRIDE, Flags
-from devplace.run.cuda.pieces import num_span_bytes
+from devplace.run.cuda.packing import num_span_bytes
 from devplace.run.cuda.pinned import PinnedBoard
 from devplace.run.cuda.push import WAIT_WIDTH, copy_by_engine, words_of
 

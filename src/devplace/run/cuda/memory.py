@@ -16,7 +16,7 @@ from devplace.run.cuda.expandable import fixed_segments
 
 # torch's allocator gives blocks up to 1 MiB out of pieces of 2 MiB, larger ones out of 20 MiB or
 # their own; one piece of memory for all is worth it from here on.
-LEAST_ARENA_BYTES = 20 * 2**20
+MIN_ARENA_BYTES = 20 * 2**20
 # What a step reserves beyond its tensors: flags and other small ones in pages of 2 MiB, up to 20
 # MiB for the last page that a segment grew by, ends of the pieces of parameters and of receive
 # buffers.
@@ -117,7 +117,7 @@ def reserve_arena(device: CudaDevice, arena: Arena) -> None:
     Without room for it they get their memory piece by piece. A piece that grows by pages would be
     rounded up to one, at the cost of small tensors, so the last of the memory comes in one piece.
     """
-    if arena.num_bytes >= LEAST_ARENA_BYTES:
+    if arena.num_bytes >= MIN_ARENA_BYTES:
         try:
             with fixed_segments() if arena.is_fixed else nullcontext():
                 piece = torch.empty(arena.num_bytes, dtype=torch.uint8, device=device.torch_device)

@@ -11,7 +11,7 @@ import torch
 
 from devplace.run.copies import pack_tensor
 from devplace.run.cuda.device import FLAG_STRIDE
-from devplace.run.cuda.pieces import Pieces, num_span_bytes, shaped
+from devplace.run.cuda.packing import Packing, num_span_bytes, shaped
 from devplace.run.cuda.push import same_layout, words_of
 
 # Buffers begin at multiples of this, bytes, so that kernels can load them in wide words.
@@ -115,7 +115,7 @@ class PinnedBoard:
     @staticmethod
     def _make_buffers(layouts: Mapping[int, Any], allocate: Allocate) -> dict[int, Any]:
         sizes = {transfer: num_span_bytes(like) for transfer, like in layouts.items()}
-        pieces = Pieces({t: size for t, size in sizes.items() if size < OWN_BYTES}, ALIGNMENT)
+        pieces = Packing({t: size for t, size in sizes.items() if size < OWN_BYTES}, ALIGNMENT)
         memory = allocate(max(ALIGNMENT, pieces.num_bytes))
         buffers = {}
         for transfer, like in layouts.items():

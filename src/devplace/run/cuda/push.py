@@ -11,12 +11,12 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.cuda.device import FLAG_STRIDE, Flags
-from devplace.run.cuda.pieces import num_span_bytes, num_span_elements
-from devplace.simulator.joins import COPY_ENGINE_BYTES
+from devplace.run.cuda.packing import num_span_bytes, num_span_elements
+from devplace.simulator.send_lifetimes import COPY_ENGINE_BYTES
 
 # Blocks of a push kernel. The same step took 31.9 ms with 8, 29.6 with 16, 28.8 with 32, 28.4 with
 # 64 and 28.7 with 128; one of NMT-4 was fastest with 32.
-MOST_BLOCKS = 32
+MAX_BLOCKS = 32
 # Transfers that one wait kernel looks after, one per thread.
 WAIT_WIDTH = 32
 
@@ -41,7 +41,7 @@ def push(source: Any, buffer: Any, flag: Any, epoch: Any) -> int:
 
 
 def push_by_kernel(
-    source: Any, buffer: Any, flag: Any, epoch: Any = None, most_blocks: int = MOST_BLOCKS
+    source: Any, buffer: Any, flag: Any, epoch: Any = None, most_blocks: int = MAX_BLOCKS
 ) -> int:
     """As `push`, by a kernel that stores into peer memory."""
     from devplace.run.cuda import kernels

@@ -15,7 +15,7 @@ from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
 from devplace.run.probe.channels import Pair
 from devplace.run.probe.report import DeviceReport, StepReport
-from devplace.run.schedule import Transfer
+from devplace.run.schedule import PlannedTransfer
 from devplace.run.workers import Workers
 
 SIZES = (1024, 16 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
@@ -146,7 +146,7 @@ class _Line:
     def __init__(self, bench: CpuBench, pairs: Sequence[Pair], sizes: Sequence[int]) -> None:
         index = bench.names.index
         transfers = [
-            Transfer(0, index(src), index(dst), size)
+            PlannedTransfer(0, index(src), index(dst), size)
             for (src, dst), size in zip(pairs, sizes, strict=True)
         ]
         self._bench = bench

@@ -1,0 +1,118 @@
+"""Assignments to tensors as a trace can see them: `tensor.data = value`, `tensor[mask] = value`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from devplace.errors import CaptureError
+from devplace.step_capture.sources import memory
+
+
+@contextlib.contextmanager
+def data_written(sources: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Make assignments to `.data` of some tensors copies into them; a trace misses the former.
+
+    Args:
+        sources: Name -> tensor without values.
+    """
+    names = {id(tensor): name for name, tensor in sources.items()}
+    owners = {memory(tensor): name for name, tensor in sources.items()}
+    original: Any = torch._C.TensorBase.data
+
+    def get(tensor: torch.Tensor) -> Any:
+        return original.__get__(tensor, type(tensor))
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        name = names.get(id(tensor))
+        if name is None:
+            if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
+                raise CaptureError(
+                    f"State of a step must be part of the model: .data of a tensor of shape "
+                    f"{list(tensor.shape)} is assigned, which is no parameter or buffer. Keep it "
+                    f"in a buffer (register_buffer), or make its module a part of the model."
+                )
+            original.__set__(tensor, value)
+            return
+        _refuse_other(name, tensor, value)
+        if owners.get(memory(value), name) != name:
+            raise CaptureError(
+                f"Parameters and buffers must own their memory: {name!r} is given that of "
+                f"{owners[memory(value)]!r} during the step. Copy it: {name}.data.copy_(...)."
+            )
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    kind: Any = torch.Tensor
+    assert "data" not in vars(kind)
+    kind.data = property(get, put)
+    try:
+        yield
+    finally:
+        del kind.data
+
+
+@contextlib.contextmanager
+def masks_written() -> Iterator[None]:
+    """Make `x[mask] = value` one `torch.where`, if the value is one for all places and is learned.
+
+    Its gradient would else be made of the rows that the mask picks, whose number no trace knows.
+    """
+    original: Any = torch.Tensor.__setitem__
+    kind: Any = torch.Tensor
+
+    def put(tensor: torch.Tensor, key: Any, value: Any) -> None:
+        wide = _one_for_all(tensor, key, value)
+        if wide is None:
+            original(tensor, key, value)
+        else:
+            mask = key.reshape(*key.shape, *(1 for _ in tensor.shape[key.ndim :]))
+            tensor.copy_(torch.where(mask, wide, tensor))
+
+    kind.__setitem__ = put
+    try:
+        yield
+    finally:
+        del kind.__setitem__
+
+
+def _one_for_all(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor | None:
+    """What is put in every place of a mask, if it is learned; else None."""
+    is_mask = isinstance(key, torch.Tensor) and key.dtype is torch.bool
+    if not is_mask or key.shape != tensor.shape[: key.ndim]:
+        return None
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return None
+    rest = tensor.ndim - key.ndim
+    if value.ndim == rest + 1 and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value if value.ndim <= rest and value.dtype == tensor.dtype else None
+
+
+def refuse_other_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, Any]) -> None:
+    """Refuse buffers that are of another shape or dtype after the step, or no tensor.
+
+    Raises:
+        CaptureError: Names one.
+    """
+    for name, tensor in before.items():
+        _refuse_other(name, tensor, after[name])
+
+
+def _refuse_other(name: str, before: torch.Tensor, after: Any) -> None:
+    if not isinstance(after, torch.Tensor):
+        raise CaptureError(
+            f"Buffers must stay tensors: {name!r} is {type(after).__name__} after the step. Write "
+            f"into it instead."
+        )
+    was, now = ((list(t.shape), str(t.dtype).removeprefix("torch.")) for t in (before, after))
+    if was != now:
+        raise CaptureError(
+            f"Buffers must keep their shape and dtype: {name!r} is {was[1]} of shape {was[0]} "
+            f"before the step and {now[1]} of shape {now[0]} after it. Give it its last shape and "
+            f"dtype from the start, and write into it."
+        )

@@ -1,0 +1,212 @@
+"""Fake tensors of a trace: kernels no stricter than the real ones, and values known without any."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from devplace.step_capture.ctc import FAKES
+from devplace.step_capture.strides import KernelStrides
+
+aten = torch.ops.aten
+CallOf = Callable[[torch.Tensor], tuple[Any, Sequence[Any]] | None]
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+# Where these read a truth value, they only check arguments: an error in eager mode, else nothing.
+_ANSWERS = {
+    (os.path.join(_TORCH, "__init__.py"), "_check_tensor_all_with"): True,
+    (os.path.join(_TORCH, "nn", "functional.py"), "gaussian_nll_loss"): False,
+    # A hint which kernel to take; without it the mask that is given is applied.
+    (os.path.join(_TORCH, "nn", "modules", "transformer.py"), "_detect_is_causal_mask"): False,
+}
+_CHECKS = ("distribution.py", "constraints.py", "continuous_bernoulli.py", "geometric.py")
+_MAX_BYTES = 1 << 30  # of the inputs of a real kernel that is tried
+_UNIFORM = (aten.rand.default, aten.rand_like.default)  # at least 0, below 1
+_PASSED_ON = (
+    *(aten.detach.default, aten.view.default, aten._unsafe_view.default, aten.squeeze.default),
+    *(aten.alias.default, aten.reshape.default, aten.select.int, aten.unsqueeze.default),
+)
+# A number in [0, 1) against a limit: the limits up to which, or from which on, it is decided.
+_DECIDED: dict[Any, Any] = {
+    aten.lt.Scalar: lambda c: False if c <= 0 else (True if c >= 1 else None),
+    aten.le.Scalar: lambda c: False if c < 0 else (True if c >= 1 else None),
+    aten.gt.Scalar: lambda c: True if c < 0 else (False if c >= 1 else None),
+    aten.ge.Scalar: lambda c: True if c <= 0 else (False if c >= 1 else None),
+}
+
+
+class Fakes:
+    """The fake tensors of one trace.
+
+    Attributes:
+        mode: Their mode; torch's own class, for which operators with sub-graphs have rules.
+        strides: How kernels lay out what they make.
+        tracer: That of the trace, once it has begun.
+        call_of: Tells the op that made a tensor, and its arguments, while the step is rehearsed.
+    """
+
+    def __init__(self) -> None:
+        self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self.strides = KernelStrides(self.mode)
+        self.tracer: Any = None
+        self.call_of: CallOf | None = None
+        self._dispatch = self.mode.dispatch
+        self.mode.dispatch = self.dispatch
+
+    def dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """As torch's, but for values that are known, and for kernels whose fake one refuses."""
+        if func is aten._local_scalar_dense.default:
+            known = self._known(args[0])
+            if known is not None:
+                return known
+        if func is aten._efficientzerotensor.default:  # rules of their own would take them to meta
+            func = aten.zeros.default
+        kwargs = kwargs or {}
+        fake = FAKES.get(func)
+        if fake is not None:
+            with self.mode:
+                return fake(*args, **kwargs)
+        try:
+            made = self._dispatch(func, types, args, kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or func.namespace != "aten":
+                raise
+            made = self._by_real_kernel(func, args, kwargs)
+            if made is None:
+                raise
+        return self.strides.laid_out(func, args, kwargs, made)
+
+    def _known(self, tensor: Any) -> bool | None:
+        """A truth value that does not depend on what is computed."""
+        if tensor.dtype is not torch.bool:
+            return None
+        answer = _answer()
+        return self._comparison(tensor) if answer is None else answer
+
+    def _comparison(self, tensor: Any) -> bool | None:
+        """That of a random number in [0, 1) with a limit outside: a layer dropped at rate 0."""
+        target, args = self._origin(tensor)
+        if target not in _DECIDED or not isinstance(args[1], (int, float)):
+            return None
+        is_uniform = self._origin(args[0])[0] in _UNIFORM
+        return _DECIDED[target](args[1]) if is_uniform else None
+
+    def _origin(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        """The op that made a value which views and copies pass on, and its arguments."""
+        target, args = self._call(value)
+        while target in _PASSED_ON:
+            target, args = self._call(args[0])
+        return target, args
+
+    def _call(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        """The op that made a tensor, or a node, and its arguments; None if that is not known."""
+        if self.call_of is not None:
+            return self.call_of(value) or (None, ())
+        if isinstance(value, torch.Tensor):
+            slot: Any = None if self.tracer is None else get_proxy_slot(value, self.tracer, None)
+            value = None if slot is None else slot.proxy.node
+        return getattr(value, "target", None), getattr(value, "args", ())
+
+    def _by_real_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the real kernel makes of zeros, on the CPU; None if it refuses them, too."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        if (
+            func._schema.is_mutable
+            or size > _MAX_BYTES
+            or not all(map(self.mode.is_our_fake, tensors))
+        ):
+            return None
+        device = tensors[0].device if tensors else torch.device("cpu")
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not isinstance(leaf, FakeTensor):
+                return leaf
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+            return made.zero_()
+
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+            given, named = pytree.tree_map(real, (tuple(args), dict(kwargs)))
+            memories = {
+                t.untyped_storage()._cdata
+                for t in pytree.tree_leaves((given, named))
+                if isinstance(t, torch.Tensor)
+            }
+            try:
+                made = func(*given, **named)
+            except Exception:
+                return None
+        found = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+        if any(t.untyped_storage()._cdata in memories for t in found):
+            return None  # a view, which only a fake kernel can make of a fake tensor
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            with self.mode:
+                return torch.empty_strided(
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
+                )
+
+        return pytree.tree_map(fake, made)
+
+
+def _answer() -> bool | None:
+    """What torch's own code that reads a truth value goes on with; None if it may be either."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        answer = _ANSWERS.get((filename, frame.f_code.co_name))
+        if answer is not None:
+            return answer
+        if filename.startswith(_DISTRIBUTIONS):
+            return True if os.path.basename(filename) in _CHECKS else None
+        if not filename.startswith((_TORCH, _PACKAGE, "<")):
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class _Unequal(TorchDispatchMode):  # type: ignore[misc]
+    """Inside, no two tensors are equal."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if func is aten.equal.default else func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def windows_trusted() -> Iterator[None]:
+    """Let `torch.istft` not look whether its windows leave a gap: an error, or nothing."""
+    holder: Any = torch
+    original = holder.istft
+
+    def istft(*args: Any, **kwargs: Any) -> Any:
+        with _Unequal():
+            return original(*args, **kwargs)
+
+    holder.istft = istft
+    try:
+        yield
+    finally:
+        holder.istft = original

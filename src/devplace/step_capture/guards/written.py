@@ -1,0 +1,272 @@
+"""What outlives a step and is written by it: put back after a capture, and no place for state."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from devplace.errors import CaptureError
+from devplace.step_capture.guards.host import global_generators
+from devplace.step_capture.guards.names import LOADS, WRITERS, is_users
+from devplace.step_capture.guards.values import (
+    NOTHING,
+    differs,
+    is_generator,
+    is_plain,
+    kept,
+    leaves,
+)
+from devplace.step_capture.sources import CONTAINERS, memory, restore
+
+CACHE = type(functools.lru_cache(lambda: None))
+_MODULE_OWN = frozenset(dir(torch.nn.Module)) | frozenset(vars(torch.nn.Module()))
+_NO_OBJECTS = (torch.nn.Module, type, types.ModuleType, types.FunctionType)
+
+Executed = Mapping[types.CodeType, Iterable[int]]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A container, or the attributes of an object, and a copy of it.
+
+    Attributes:
+        name: Of the container, or of the object.
+        word: By which functions read the container; empty for attributes, which have their own.
+        kind: Class of the object, if that is known.
+        container: As it is now.
+        old: As it was.
+        owner: The container or object itself.
+    """
+
+    name: str
+    word: str
+    kind: type | None
+    container: Any
+    old: Any
+    owner: Any
+
+    def changes(self) -> dict[Any, Any]:
+        """Entries that are other ones now, by key or place."""
+        now, old = self.container, self.old
+        if isinstance(now, (list, deque)):
+            before = list(old)
+            pairs = enumerate(now)
+            return {k: v for k, v in pairs if k >= len(before) or before[k] is not v}
+        if isinstance(now, set):
+            return {each: each for each in now - old}
+        return {k: v for k, v in now.items() if k not in old or old[k] is not v}
+
+
+class Outliving:
+    """Objects and containers that a step may write, as they were before it.
+
+    Attributes:
+        names: `id` -> name of what is known.
+        first: What the first of two runs has changed: place and key of an entry -> its value.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.first: dict[tuple[int, Any], Any] = {}
+        self._saved: list[_Saved] = []
+        self._of: dict[int, _Saved] = {}  # by id of the owner
+        self._generators: list[tuple[str, Any, Any]] = []
+        self._caches: list[tuple[Any, int]] = []
+        for name, generator in global_generators():
+            self.meet(name, generator)
+
+    def meet(self, name: str, value: Any) -> None:
+        """Functions may write to a value, or draw from it: keep how it is, if it is new."""
+        if is_generator(value):
+            self._generators.append((name, value, _state(value)))
+        elif isinstance(value, CACHE):
+            self._caches.append((value, value.cache_info().misses))
+        elif type(value) in CONTAINERS:
+            self._save(name, name.rpartition(".")[2], None, value, value)
+        elif _is_users_object(value):
+            self._save(name, "", type(value), vars(value), value)
+
+    def meet_module(self, name: str, module: torch.nn.Module) -> None:
+        """As `meet`, with the containers that a module holds."""
+        held = vars(module)
+        self._save(name or "the model", "", type(module), held, module)
+        for key, value in held.items():
+            if type(value) in CONTAINERS and id(value) not in self._of:
+                self._save(f"{name}.{key}" if name else key, key, type(module), value, value)
+
+    def _save(self, name: str, word: str, kind: type | None, container: Any, owner: Any) -> None:
+        saved = _Saved(name, word, kind, container, container.copy(), owner)
+        self._of[id(owner)] = saved
+        self._saved.append(saved)
+        entries = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, part in entries:
+            if isinstance(part, torch.Tensor):
+                place = f"{name}[{key!r}]" if word else f"{name}.{key}".removeprefix("the model.")
+                self.names.setdefault(id(part), place)
+
+    def before(self, owner: Any, key: Any, now: Any) -> Any:
+        """An attribute or item before the step, as far as it was kept then; else as it is now."""
+        saved = self._of.get(id(owner))
+        own = saved is not None and isinstance(saved.container, dict)
+        if saved is None or not own or (key not in saved.container and key not in saved.old):
+            return now
+        return saved.old.get(key, NOTHING)
+
+    def put_back(self) -> None:
+        """Give back what was there, and forget what functions have cached since."""
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+        for saved in reversed(self._saved):
+            restore(saved.container, saved.old)
+        for _, generator, state in self._generators:
+            _put_state(generator, state)
+
+    def drawn_from(self) -> str | None:
+        """Name of a generator of NumPy's or Python's that has drawn; None if none has."""
+        changed = (n for n, each, state in self._generators if repr(_state(each)) != repr(state))
+        return next(changed, None)
+
+    def replaced(self) -> dict[int, str]:
+        """Memory of tensors that others are put in place of -> name."""
+        return {
+            memory(old): self.names[id(old)]
+            for saved in self._saved
+            if isinstance(saved.old, dict)
+            for key in saved.changes()
+            if isinstance(old := saved.old.get(key), torch.Tensor)
+        }
+
+    def note(self) -> None:
+        """The first of two runs has been."""
+        self.first = {slot: kept(value) for slot, value in self._changes().items()}
+
+    def words(self) -> set[str]:
+        """By which functions read what the first run has changed."""
+        return {self._saved[k].word or str(key) for k, key in self.first}
+
+    def _changes(self) -> dict[tuple[int, Any], Any]:
+        return {
+            (k, key): value
+            for k, saved in enumerate(self._saved)
+            for key, value in saved.changes().items()
+            if (saved.word or key) not in _MODULE_OWN
+        }
+
+    def is_known(self, stays: Callable[[Any], bool]) -> bool:
+        """Whether all that the first run has changed is known to be there after the step."""
+        return all(stays(self._saved[k].owner) for k, _ in self.first)
+
+    def refuse_lost(
+        self,
+        executed: Executed,
+        is_state: Callable[[torch.Tensor], bool],
+        stays: Callable[[Any], bool],
+    ) -> None:
+        """Refuse what the step writes, and functions read where this step does not come.
+
+        That is tensors which change from step to step, and values that each run changes again.
+        In another mode, or when another method is called, they would be those of before.
+
+        Args:
+            executed: Code of the user's that ran -> offsets of what ran.
+            is_state: Whether a tensor changes from step to step.
+            stays: Whether an object is there after the step.
+
+        Raises:
+            CaptureError: Names it and a line that reads it.
+        """
+        now = self._changes()
+        for (k, key), value in self.first.items():
+            saved = self._saved[k]
+            found = [each for each in leaves(value) or () if isinstance(each, FakeTensor)]
+            again = now.get((k, key), value)
+            is_counted = not found and is_plain(value) and differs(again, value)
+            if not (is_counted or any(map(is_state, found))) or not stays(saved.owner):
+                continue
+            line = _reader(saved.word or str(key), _codes(saved.kind, executed))
+            if line:
+                name = saved.name if saved.word else f"{key!r} of {saved.name}"
+                raise CaptureError(
+                    f"State that a step writes must be kept in buffers: {name} is written by the "
+                    f"step, which would lose it, and read at {line}, where this step does not "
+                    f"come. Keep it in a buffer (register_buffer) and write into that."
+                )
+
+
+def function_behind(found: Any) -> Any:
+    """The function of a method, property or cache of a class; None if there is none."""
+    for name in ("fget", "func", "__func__", "__wrapped__"):
+        if not isinstance(found, types.FunctionType):
+            found = getattr(found, name, found)
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _codes(kind: type | None, executed: Executed) -> Executed:
+    """Code that may read attributes of a class: its methods, and functions of no class."""
+    bases = kind.__mro__ if kind is not None else ()
+    names = {base.__name__ for base in bases}
+    found: dict[types.CodeType, Iterable[int]] = {}
+    for code, offsets in executed.items():
+        owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
+        if kind is None or owner in names or owner in ("", "<locals>"):
+            found[code] = offsets
+    for base in bases:
+        for each in vars(base).values():
+            behind = getattr(function_behind(each), "__code__", None)
+            if behind is not None and is_users(behind.co_filename):
+                found.setdefault(behind, ())
+    return found
+
+
+def _reader(word: str, codes: Executed) -> str:
+    """A line that reads a name and did not run; empty if there is none."""
+    for code, offsets in codes.items():
+        steps = list(dis.get_instructions(code))
+        line = code.co_firstlineno
+        for k, step in enumerate(steps):
+            line = step.starts_line if type(step.starts_line) is int else line
+            if step.opname not in LOADS or step.argval != word or step.offset in offsets:
+                continue
+            after = [*steps[k + 1 : k + 3], step, step]
+            is_kind_asked = any(each.argval == "isinstance" for each in steps[max(k - 2, 0) : k])
+            is_stored = after[1].opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
+            if not is_kind_asked and not is_stored and after[0].argval not in WRITERS:
+                return f"{code.co_filename.rpartition('/')[2]}:{line}"
+    return ""
+
+
+def _is_users_object(value: Any) -> bool:
+    """Whether a value has attributes that functions may write: no module, class or function."""
+    kind = type(value)
+    if type(getattr(value, "__dict__", None)) is not dict or isinstance(value, _NO_OBJECTS):
+        return False
+    home = sys.modules.get(kind.__module__)
+    return kind is types.SimpleNamespace or is_users(getattr(home, "__file__", None) or "<>")
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _put_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -1,0 +1,255 @@
+"""Gradients and statistics that a captured step would lose are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.run.placed import at_random, compare_with_eager, sgd
+from torch import nn
+from torch.nn import functional as F
+
+from devplace.errors import CaptureError
+from devplace.step_capture import capture
+
+
+def batch() -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    return torch.randn(6, 4), torch.randint(0, 3, (6,))
+
+
+def loss_fn(model: Any, x: Any, y: Any) -> Any:
+    return F.cross_entropy(model(x), y)
+
+
+def refusal(loss: Any, model: Any = None) -> str:
+    net = model or nn.Linear(4, 3)
+    with pytest.raises(CaptureError) as caught:
+        capture(net, batch(), loss, sgd(list(net.parameters())))
+    assert "\n" not in str(caught.value)
+    assert all(p.grad is None for p in net.parameters())
+    return str(caught.value)
+
+
+def retained(m: Any, x: Any, y: Any) -> Any:
+    out = m(x)
+    F.cross_entropy(out, y).backward(retain_graph=True)
+    return out.square().mean()
+
+
+def of_another_pass(m: Any, x: Any, y: Any) -> Any:
+    torch.autograd.backward([m(x).mean()])
+    return loss_fn(m, x, y)
+
+
+def of_some(m: Any, x: Any, y: Any) -> Any:
+    m(x).mean().backward(inputs=[m.weight])
+    return loss_fn(m, x, y)
+
+
+@pytest.mark.parametrize("loss", [retained, of_another_pass, of_some])
+def test_backward_in_the_loss_is_refused_by_its_line(loss: Any) -> None:
+    """Whichever way; the gradients of the model stay as they were."""
+    found = refusal(loss)
+    assert "test_capture_lost.py" in found
+    assert "calls .backward() itself" in found
+
+
+def test_a_gradient_in_the_loss_is_captured() -> None:
+    """torch.autograd.grad adds to nothing."""
+
+    def penalised(m: Any, x: Any, y: Any) -> Any:
+        x = x.detach().requires_grad_()
+        out = m(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return F.cross_entropy(out, y) + grad.square().mean()
+
+    data = [(x.double(), y) for x, y in [batch()] * 2]
+    compare_with_eager(nn.Linear(4, 3).double(), data, penalised, sgd, at_random(0))
+
+
+class Criterion(nn.Module):
+    """A loss with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.zeros(3))
+
+    def forward(self, out: Any, y: Any) -> Any:
+        return F.cross_entropy(out - self.centers, y)
+
+
+def test_trainable_tensors_outside_the_model_are_refused() -> None:
+    """A criterion's, a module's of a closure, a plain tensor's, a temperature's."""
+    criterion, teacher = Criterion(), nn.Linear(4, 3)
+    log_scale = torch.zeros((), requires_grad=True)
+    cases: list[tuple[Any, str]] = [
+        (criterion, "'loss_fn.centers'"),
+        (lambda m, x, y: criterion(m(x), y), "'criterion.centers'"),
+        (lambda m, x, y: F.mse_loss(m(x), teacher(x)), "'teacher"),
+        (lambda m, x, y: loss_fn(m, x, y) * log_scale.exp(), "'log_scale'"),
+    ]
+    for loss, name in cases:
+        found = refusal(loss)
+        assert name in found
+        assert "one optimizer of a parameter group for each" in found
+    assert log_scale.grad is None
+
+
+def test_what_gets_no_gradient_outside_the_model_is_captured() -> None:
+    """Frozen, under no_grad, detached; and criterion and model in one module, as the way out."""
+    frozen, teacher = nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 3)
+
+    def distilled(m: Any, x: Any, y: Any) -> Any:
+        with torch.no_grad():
+            goal = teacher(x)
+        return F.mse_loss(m(x), goal) + F.mse_loss(m(x), frozen(x) + teacher(x).detach())
+
+    net = nn.Linear(4, 3)
+    assert capture(net, batch(), distilled, sgd(list(net.parameters())))
+    both = nn.ModuleDict({"net": nn.Linear(4, 3), "criterion": Criterion()}).double()
+    data = [(x.double(), y) for x, y in [batch()] * 2]
+    compare_with_eager(
+        both, data, lambda m, x, y: m["criterion"](m["net"](x), y), sgd, at_random(0)
+    )
+
+
+def test_a_scaler_in_the_loss_is_refused() -> None:
+    """The update would be with scaled gradients; a scaler that is off does nothing."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = refusal(lambda m, x, y: scaler.scale(loss_fn(m, x, y)))
+    assert "GradScaler.scale" in found
+    assert "test_capture_lost.py" in found
+    off, net = torch.amp.GradScaler("cpu", enabled=False), nn.Linear(4, 3)
+    assert capture(net, batch(), lambda m, x, y: off.scale(loss_fn(m, x, y)), sgd([net.weight]))
+
+
+class Statistics(nn.Module):
+    """Writes statistics in training that it reads in evaluation."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.f, self.kind = nn.Linear(4, 3), kind
+        self.stats = [torch.zeros(3), torch.ones(3)]
+        self.box = {"mean": torch.zeros(3)}
+        self.mean: Any = torch.zeros(3)
+        self.late: Any = None
+        self.count = 0
+
+    def forward(self, x: Any) -> Any:
+        return getattr(self, self.kind)(self.f(x))
+
+    def normed(self, h: Any) -> Any:
+        return F.batch_norm(h, self.stats[0], self.stats[1], training=self.training)
+
+    def copied(self, h: Any) -> Any:
+        if self.training:
+            self.stats[0].copy_(h.detach().mean(0))
+            return h
+        return h - self.stats[0]
+
+    def entry(self, h: Any) -> Any:
+        if self.training:
+            self.stats[0] = h.detach().mean(0)
+            return h
+        return h - self.stats[0]
+
+    def in_dict(self, h: Any) -> Any:
+        if self.training:
+            self.box["mean"] = h.detach().mean(0)
+        else:
+            h = h - self.box["mean"]
+        return h
+
+    def attribute(self, h: Any) -> Any:
+        if self.training:
+            self.mean = h.detach().mean(0)
+            return h
+        return h - self.mean
+
+    def in_one_line(self, h: Any) -> Any:
+        if self.training:
+            self.late = (h.detach().mean(0), None)
+        return h if self.training else h - self.late[0]
+
+    def counter(self, h: Any) -> Any:
+        if self.training:
+            self.count += 1
+        return h if self.training else h / self.count
+
+    def for_another_method(self, h: Any) -> Any:
+        self.late = h.detach()
+        return h
+
+    def predict(self, x: Any) -> Any:
+        return self.f(x) - self.late.mean(0)
+
+    def stored_and_shown(self, h: Any) -> Any:
+        self.shown = h.detach()
+        self.seen = [h.detach()]
+        self.stats.append(h.detach())
+        return h * len(self.shown)
+
+
+KINDS = ("normed", "copied", "entry", "in_dict", "attribute", "in_one_line", "counter")
+KINDS += ("for_another_method",)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_that_a_step_only_writes_are_refused(kind: str) -> None:
+    """Evaluation would read those of before; the model is left as it was."""
+    model = Statistics(kind)
+    before = [model.mean, model.late, model.count, *model.stats, *model.box.values()]
+    found = refusal(loss_fn, model)
+    assert "register_buffer" in found
+    assert "must be kept in buffers" in found
+    after = [model.mean, model.late, model.count, *model.stats, *model.box.values()]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert not any(t.any() for t in (model.mean, model.stats[0], model.box["mean"]))
+
+
+def test_statistics_outside_the_model_are_refused() -> None:
+    """In variables of a closure and in an object, by batch norm or by hand."""
+    mean, var, box = torch.zeros(3), torch.ones(3), {"mean": torch.zeros(3)}
+
+    class Closed(Statistics):
+        def closed(self, h: Any) -> Any:
+            return F.batch_norm(h, mean, var, training=self.training)
+
+        def instance(self, h: Any) -> Any:
+            h = h.view(2, 3, 3)
+            return F.instance_norm(h, mean, var, use_input_stats=self.training).reshape(6, 3)
+
+        def boxed(self, h: Any) -> Any:
+            if self.training:
+                box["mean"] = h.detach().mean(0)
+                return h
+            return h - box["mean"]
+
+    for kind, name in (("closed", "'mean'"), ("instance", "'mean'"), ("boxed", "box")):
+        assert name in refusal(loss_fn, Closed(kind))
+    assert not mean.any()
+
+
+def test_what_nobody_reads_elsewhere_is_no_state() -> None:
+    """What is kept to be looked at, and what this step itself reads again."""
+    model = Statistics("stored_and_shown")
+    with pytest.raises(CaptureError, match="stats is written by the step"):
+        capture(model, batch(), loss_fn, sgd(list(model.parameters())))
+
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.calls, self.seen = nn.Linear(4, 3), 0, []
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            self.last = self.f(x)
+            self.seen.append(self.last.detach())
+            return self.last
+
+    net = Shown()
+    data = [(x.double(), y) for x, y in [batch()] * 2]
+    compare_with_eager(net.double(), data, loss_fn, sgd, at_random(0))
