@@ -1,4 +1,4 @@
-"""Errors a user can meet: each names the rule, the culprit, its value and limit, and what to do."""
+"""Exceptions for users: each names the rule, the culprit, its value and the next step."""
 
 from __future__ import annotations
 

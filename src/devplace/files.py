@@ -1,5 +1,4 @@
-"""Where caches are kept; reading files, and writing them so that what was there gives way only to a
-whole one."""
+"""Cache folder, whole-file reads, and atomic writes."""
 
 from __future__ import annotations
 

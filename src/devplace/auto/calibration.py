@@ -1,4 +1,4 @@
-"""Constants of a machine that show only in whole steps, fitted to steps that were measured.
+"""Machine constants that only whole steps reveal, fitted to measured steps.
 
 A probe times a transfer alone. In a step it also delays ops that run meanwhile (memory and
 multiprocessors are shared), is itself slower than alone, and the fork and join it brings into a

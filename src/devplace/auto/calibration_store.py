@@ -1,4 +1,4 @@
-"""Constants of this machine, learnt from plans that were measured, and kept."""
+"""Fitted constants of this machine, kept on disk between runs."""
 
 from __future__ import annotations
 

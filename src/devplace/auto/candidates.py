@@ -1,4 +1,4 @@
-"""Plans worth running: the best few of a search that differ, and the trivial ones."""
+"""Plans worth running: the best distinct ones of a search, and the trivial ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search plans for one or several captures of a step, and choose by measuring."""
+"""Search each capture of a step, then choose a plan by measuring the best ones."""
 
 from __future__ import annotations
 

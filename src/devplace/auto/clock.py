@@ -1,4 +1,4 @@
-"""The budget of a whole `parallelize`: how much is left, and for what."""
+"""The time budget of one `parallelize` call and how its phases share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast torch.compile makes the user's own step, to compare with."""
+"""Time torch.compile on the user's own step, for comparison."""
 
 from __future__ import annotations
 

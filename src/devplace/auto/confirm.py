@@ -1,4 +1,4 @@
-"""Run the best few plans of a search and take the fastest measured."""
+"""Run the best plans of a search and take the fastest one measured."""
 
 from __future__ import annotations
 

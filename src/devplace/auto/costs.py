@@ -1,4 +1,4 @@
-"""What ops cost on the devices a step is planned for."""
+"""Measured op costs and link speeds for the machine a step will run on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which machine is meant, and whether its devices are devices of this computer."""
+"""Resolve the machine argument and check that its devices are on this computer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure plans by running them, in a process of their own that may die of it."""
+"""Measure plans in a separate process, so that a crash costs only the measurement."""
 
 from __future__ import annotations
 

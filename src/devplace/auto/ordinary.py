@@ -1,4 +1,4 @@
-"""How long the user's own step takes, as PyTorch runs it eagerly, to compare with."""
+"""Time the user's own step in eager PyTorch, for comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `parallelize` returns: a step for a training loop that knows why it is as it is."""
+"""The result of `parallelize`: a callable step with a report of how it was chosen."""
 
 from __future__ import annotations
 

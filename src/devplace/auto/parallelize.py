@@ -1,4 +1,4 @@
-"""From a model to the fastest placed step that was measured."""
+"""From a model to the fastest measured step in one call."""
 
 from __future__ import annotations
 

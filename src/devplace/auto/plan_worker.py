@@ -1,4 +1,4 @@
-"""What the measuring process does with a plan."""
+"""The part of the measuring process that runs plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured steps on one GPU, kept from call to call: a call measures but one or two."""
+"""Measured single-GPU step times, kept from call to call."""
 
 from __future__ import annotations
 

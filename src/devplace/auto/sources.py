@@ -1,4 +1,4 @@
-"""What a step starts from, as far as its speed depends on it."""
+"""The inputs and state a step starts from, reduced to what affects its speed."""
 
 from __future__ import annotations
 

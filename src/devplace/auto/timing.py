@@ -1,4 +1,4 @@
-"""How long a placed step takes: whole steps one after another, after warming up."""
+"""Time a placed step: back-to-back steps after a warm-up."""
 
 from __future__ import annotations
 

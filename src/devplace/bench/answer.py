@@ -1,4 +1,4 @@
-"""What a solver gives back for an instance, before it is checked."""
+"""A solver's answer to an instance, before it is checked."""
 
 from __future__ import annotations
 

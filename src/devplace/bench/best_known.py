@@ -1,4 +1,4 @@
-"""The best values known of published instances: who found them, when, how."""
+"""Best known values of published instances, with source, date and method."""
 
 from __future__ import annotations
 

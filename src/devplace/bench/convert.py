@@ -1,4 +1,4 @@
-"""Published instances as the problems that devplace's solvers take: whole numbers, rounded once."""
+"""Published instances as problems for devplace's solvers, rounded once to integers."""
 
 from __future__ import annotations
 

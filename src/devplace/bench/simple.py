@@ -1,4 +1,4 @@
-"""Simple solvers: one device, filling up in order, the split a human made."""
+"""Baseline solvers: one device, first fit, and the split made by a human."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which solvers there are for each kind of instance, by the names `--placer` takes."""
+"""The solvers for each kind of instance, by the names that `--placer` takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a file as whole numbers: in which unit, and whether anything is lost by it."""
+"""Turn the numbers of a file into integers: choose the unit, report any loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs from files of other tools, named on the command line in place of a model."""
+"""Graph files of other tools given on the command line in place of a model."""
 
 from __future__ import annotations
 

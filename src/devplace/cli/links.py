@@ -1,4 +1,4 @@
-"""The links of a machine as a table that people can read, whatever the number of devices."""
+"""The links of a machine as a readable table, for any number of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model and machine files of a plan, found from whatever folder the plan is used in."""
+"""Resolve the model and machine files of a plan from any working directory."""
 
 from __future__ import annotations
 

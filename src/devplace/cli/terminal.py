@@ -1,4 +1,4 @@
-"""Where text leaves for the terminal: control characters in it are shown, never sent."""
+"""Escape control characters before text reaches the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bringing in a batch costs: every step copies its inputs to the devices that read them."""
+"""Price of copying the batch to its devices, which every step does."""
 
 from __future__ import annotations
 

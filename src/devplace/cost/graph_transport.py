@@ -1,4 +1,4 @@
-"""A captured step as bytes, for another process that measures it."""
+"""Serialize a captured step for another process that measures it."""
 
 from __future__ import annotations
 

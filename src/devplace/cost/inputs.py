@@ -1,4 +1,4 @@
-"""Arguments for an op that is timed: right shapes and layouts, and integers that are valid."""
+"""Made-up arguments for timing an op: right shapes and layouts, valid integers."""
 
 from __future__ import annotations
 

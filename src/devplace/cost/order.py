@@ -1,4 +1,4 @@
-"""The order in which a device will about run the ops of a step."""
+"""The likely execution order of ops on one device."""
 
 from __future__ import annotations
 

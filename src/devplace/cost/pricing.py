@@ -1,4 +1,4 @@
-"""Times of all ops on one model of device: known ones, measured ones, estimates for the rest."""
+"""Op times on one device model: cached, measured, or estimated."""
 
 from __future__ import annotations
 

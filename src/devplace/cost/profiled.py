@@ -1,4 +1,4 @@
-"""Measured costs: every distinct op of a step timed on the devices of this computer."""
+"""Profiled costs: every distinct op timed on the devices of this computer."""
 
 from __future__ import annotations
 

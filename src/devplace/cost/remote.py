@@ -1,4 +1,4 @@
-"""Timing ops in a process of their own: kernels may abort it, and a GPU's asserts end its use."""
+"""Time ops in another process, since a kernel may abort it or lose its GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device's cache still holds when an op reads it, and what times that makes.
+"""Cache reuse: which inputs of an op are still in cache, and the time that saves.
 
 Reads graphs but does not import torch.
 """

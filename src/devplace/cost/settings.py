@@ -1,4 +1,4 @@
-"""torch's settings that decide how fast ops are, taken along into another process."""
+"""torch settings that affect op speed, copied into another process."""
 
 from __future__ import annotations
 

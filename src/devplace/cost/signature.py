@@ -1,4 +1,4 @@
-"""What makes two ops cost the same: target, shapes, layouts, dtypes, plain arguments, cache state.
+"""Signatures of ops: two ops with the same signature cost the same.
 
 Reads FX graphs but does not import torch.
 """

@@ -1,4 +1,4 @@
-"""What a step starts from, as far as its speed depends on it."""
+"""The inputs and state a step starts from, in a form that can be sent and rebuilt."""
 
 from __future__ import annotations
 

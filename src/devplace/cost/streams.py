@@ -1,4 +1,4 @@
-"""Streams of GPUs, used by one after another: libraries keep work buffers per stream for good."""
+"""A pool of CUDA streams, since libraries keep a workspace for each stream."""
 
 from __future__ import annotations
 

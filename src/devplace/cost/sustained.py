@@ -1,4 +1,4 @@
-"""How much slower a GPU gets that works without a pause, where its power limit lowers the clock.
+"""Slow-down of a GPU under sustained load, when its power limit lowers the clock.
 
 Ops are timed one at a time, with pauses between them, so at the highest clock. Whole steps of large
 bf16 products take a card to its power limit: on an H200 the clock stays at 1,900 MHz for the first

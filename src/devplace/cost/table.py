@@ -1,4 +1,4 @@
-"""How long and how big: the numbers a problem is solved with."""
+"""The cost table: time and workspace of every op on every device."""
 
 from __future__ import annotations
 

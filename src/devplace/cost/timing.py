@@ -1,4 +1,4 @@
-"""How long one op takes on a device of this computer, and what memory it needs beside its own."""
+"""Time one op on a device of this computer, and measure its workspace."""
 
 from __future__ import annotations
 

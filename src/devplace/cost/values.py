@@ -1,4 +1,4 @@
-"""The integers that a step's ops get, computed from its batch, so that ops are timed with them."""
+"""Integer tensors of a step computed from its batch, to time ops with real indices."""
 
 from __future__ import annotations
 

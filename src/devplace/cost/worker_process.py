@@ -1,4 +1,4 @@
-"""A process for what may cost a process: timing ops, and running plans."""
+"""A worker process for timing ops and running plans, restarted when it dies."""
 
 from __future__ import annotations
 

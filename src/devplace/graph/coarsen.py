@@ -1,4 +1,4 @@
-"""Which ops belong together: module paths, and the main path against the weight-gradient side path.
+"""Group ops by module path, and split main path from weight-gradient side path.
 
 An op is on the *side path* when nothing but the update of one parameter needs it: weight
 gradients, their sums, the update itself. It can wait until devices are idle, so it is decided apart

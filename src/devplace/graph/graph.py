@@ -1,4 +1,4 @@
-"""What is computed: ops over tensors, in topological order. No torch here."""
+"""The graph of a step: ops over tensors in topological order. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ops compute, module by module: a plain op one thing, a fused op all its members."""
+"""The computations inside ops by module: one for a plain op, all members of a fused one."""
 
 from __future__ import annotations
 

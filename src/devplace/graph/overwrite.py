@@ -1,4 +1,4 @@
-"""Ops that can write their output over one of their inputs: elementwise ones, and fused ones."""
+"""Ops that can write their output over an input: elementwise and fused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ops a pattern names, as in pins."""
+"""Match ops against name patterns, as in pins."""
 
 from __future__ import annotations
 

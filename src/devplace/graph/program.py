@@ -1,4 +1,4 @@
-"""What is needed to run a captured graph: the FX graph and what each input and output stands for.
+"""The program of a captured graph: FX graph and the meaning of inputs and outputs.
 
 torch objects are held here, but torch itself is not imported.
 """

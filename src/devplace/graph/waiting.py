@@ -1,4 +1,4 @@
-"""Whether ops that run in a fixed order can wait for each other for ever."""
+"""Detect deadlock among ops that run in fixed orders."""
 
 from __future__ import annotations
 

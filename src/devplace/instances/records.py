@@ -1,4 +1,4 @@
-"""What the files of published placement problems say, each in its own unit and rules.
+"""Records of published placement problems, in the units and rules of their files.
 
 Plain numbers as the file has them: nothing is rounded or scaled here, so that a value computed from
 a record is the value of the file.

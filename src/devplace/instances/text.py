@@ -1,4 +1,4 @@
-"""Reading files of other people: what is wrong is told with file, place, value and next step."""
+"""Read and validate other people's files; errors name file, place, value and next step."""
 
 from __future__ import annotations
 

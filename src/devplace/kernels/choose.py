@@ -1,4 +1,4 @@
-"""Which function is called for an op on a type of device."""
+"""Choose the function that runs an op on a type of device."""
 
 from __future__ import annotations
 

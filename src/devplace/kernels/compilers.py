@@ -1,4 +1,4 @@
-"""Processes that compile kernels side by side, beside this one."""
+"""A pool of processes that compile kernels in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels of a group, one for each layout of its inputs that is met."""
+"""Compiled kernels of a group, one for each input layout."""
 
 from __future__ import annotations
 

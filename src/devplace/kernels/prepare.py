@@ -1,4 +1,4 @@
-"""Compile all kernels of a step beforehand."""
+"""Compile all kernels of a step ahead of time."""
 
 from __future__ import annotations
 

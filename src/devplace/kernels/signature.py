@@ -1,4 +1,4 @@
-"""What a compiled kernel of a group is made for: its inputs' layouts, and what it writes over."""
+"""Signature of a compiled kernel: input layouts and overwritten inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: their source as the compiler wrote it, or why there is none."""
+"""Compiled kernels on disk: generated source, or the reason for a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine this process runs on."""
+"""Detect the devices of this computer."""
 
 from __future__ import annotations
 

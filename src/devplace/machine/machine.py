@@ -1,4 +1,4 @@
-"""Where things run: devices, links between them, memory pools."""
+"""Machines: devices, links and memory pools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of a TOML text holds a field: the standard parser does not keep lines."""
+"""Find the line of a field in TOML text, which the standard parser does not report."""
 
 from __future__ import annotations
 

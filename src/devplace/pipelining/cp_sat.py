@@ -1,4 +1,4 @@
-"""CP-SAT of OR-Tools (`devplace[exact]`), so that Ctrl-C stops it as it stops anything else."""
+"""Run CP-SAT of OR-Tools (`devplace[exact]`) so that Ctrl-C interrupts it."""
 
 from __future__ import annotations
 

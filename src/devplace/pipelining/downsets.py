@@ -1,4 +1,4 @@
-"""Down-sets of a graph: the places where a pipeline can be cut."""
+"""Down-sets of a graph: the points where a pipeline can be cut."""
 
 from __future__ import annotations
 

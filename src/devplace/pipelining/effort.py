@@ -1,4 +1,4 @@
-"""What a search for a full pipeline may spend."""
+"""Limits on the effort of a max-load search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a max-load search moves: co-location classes as items, producers as nets between them."""
+"""The moves of a max-load search: colocation classes as items, producers as nets."""
 
 from __future__ import annotations
 

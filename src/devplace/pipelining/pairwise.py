@@ -1,4 +1,4 @@
-"""Max load where devices and links differ: plain Python moves of classes, priced link by link."""
+"""Max load on unequal devices and links: plain Python moves priced link by link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simple placements to start a max-load search from."""
+"""Simple initial placements for a max-load search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What annealing is told: what may move, in which ways, and for how long."""
+"""Settings of simulated annealing: what may move, how, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a placer may spend."""
+"""The budget of a placer: evaluations, seconds, or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counted simulator: the one currency all placers spend."""
+"""The counted simulator, the common currency of all placers."""
 
 from __future__ import annotations
 

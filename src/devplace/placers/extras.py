@@ -1,4 +1,4 @@
-"""Libraries that come with an extra: imported by the placer that needs them, when it runs."""
+"""Optional libraries, imported by the placer that needs them when it runs."""
 
 from __future__ import annotations
 

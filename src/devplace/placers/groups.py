@@ -1,4 +1,4 @@
-"""Helpers shared by placers: everything is decided per colocation group."""
+"""Helpers for placers, which decide per colocation group."""
 
 from __future__ import annotations
 

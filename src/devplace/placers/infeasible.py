@@ -1,4 +1,4 @@
-"""Errors where nothing fits: which limit, how much is missing, and what would help."""
+"""Errors for infeasible problems: which limit, how much is missing, what would help."""
 
 from __future__ import annotations
 

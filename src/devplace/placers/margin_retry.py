@@ -1,4 +1,4 @@
-"""Searches by a placer: one, and more with room left for gaps where the first forgot them."""
+"""Run a placer, and again with a memory margin if fragmentation breaks a limit."""
 
 from __future__ import annotations
 

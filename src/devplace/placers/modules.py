@@ -1,4 +1,4 @@
-"""Modules in the order of the forward pass: what device maps and even splits divide."""
+"""Modules in forward order: the units that device maps and even splits divide."""
 
 from __future__ import annotations
 

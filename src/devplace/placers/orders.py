@@ -1,4 +1,4 @@
-"""Priorities that follow the trace: one micro-batch after the other, gradients as they come up."""
+"""Priorities in trace order: micro-batch by micro-batch, gradients as they become ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a placer: owns clock, seed, budget and history, and checks what comes back."""
+"""Run a placer with clock, seed, budget and history, and check its result."""
 
 from __future__ import annotations
 

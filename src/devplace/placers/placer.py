@@ -1,4 +1,4 @@
-"""What a placer is."""
+"""The protocol of a placer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best few placements of a search that differ in kind, for running them beside the winner."""
+"""The best distinct placements of a search, to run beside the winner."""
 
 from __future__ import annotations
 

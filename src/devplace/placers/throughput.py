@@ -1,4 +1,4 @@
-"""Placements for a full pipeline: the smallest largest load instead of the shortest step."""
+"""Place for pipeline throughput: minimize the largest load of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan: what to do (placement and order) apart from what was predicted of it."""
+"""Plans: placement and order, kept apart from what was predicted for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays a simulator works on: tasks, tensors that travel, memory, links.
+"""Arrays for the simulators: tasks, transferred tensors, memory, links.
 
 Views are folded away: a tensor that travels (a *carrier*) is either an op's own output, or a view
 of a part of it. A view of the whole travels as its base. Read-only sources (inputs, constants,

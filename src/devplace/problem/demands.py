@@ -1,4 +1,4 @@
-"""Devices that colocation groups may go to: what kernels, pins and excluded devices leave."""
+"""Devices allowed for each colocation group by kernels, pins and exclusions."""
 
 from __future__ import annotations
 

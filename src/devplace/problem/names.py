@@ -1,4 +1,4 @@
-"""Device names as people write them."""
+"""Resolve device names as users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every op goes, and which of two ready ops goes first."""
+"""A placement: the device of every op, and priorities among ready ops."""
 
 from __future__ import annotations
 

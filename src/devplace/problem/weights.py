@@ -1,4 +1,4 @@
-"""Which pins reach ops through the weights that they read."""
+"""Apply pins to the ops that read a pinned weight."""
 
 from __future__ import annotations
 

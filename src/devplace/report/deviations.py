@@ -1,4 +1,4 @@
-"""Where a step that was run differs from its plan: op kinds, ops, transfers, devices."""
+"""Differences between a measured step and its plan, by op kind, op, transfer and device."""
 
 from __future__ import annotations
 

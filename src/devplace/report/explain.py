@@ -1,4 +1,4 @@
-"""Why a plan is as it is: a row per module, what limits the step, what runs on slow devices."""
+"""Explain a plan: a row for each module, what limits the step, what runs on slow devices."""
 
 from __future__ import annotations
 

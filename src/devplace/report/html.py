@@ -1,4 +1,4 @@
-"""The whole report as one HTML file that fetches nothing."""
+"""The full report as one self-contained HTML file."""
 
 from __future__ import annotations
 

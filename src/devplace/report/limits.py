@@ -1,4 +1,4 @@
-"""What the length of a step is made of, and what limits it."""
+"""Break down the step time and name what limits it."""
 
 from __future__ import annotations
 

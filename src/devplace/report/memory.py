@@ -1,4 +1,4 @@
-"""What fills each device's memory at the moment it is fullest."""
+"""Contents of each device at its memory peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan for a full pipeline means, in words and figures."""
+"""Report of a throughput plan, in words and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why devices do nothing in a step."""
+"""Explain why devices are idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured step takes for granted about the model, checked before each step."""
+"""Assumptions of a captured step about the model, checked before each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that a placed step gives the numbers of the unplaced one, and that one the user's own."""
+"""Compare a placed step with the unplaced one, and that with the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A placed step as something to call in a training loop."""
+"""Make a placed step callable in a training loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of tensors that keep the kind of memory layout, so that kernels round as before."""
+"""Copies of tensors that preserve memory layout, so that kernels round alike."""
 
 from __future__ import annotations
 

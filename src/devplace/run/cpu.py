@@ -1,4 +1,4 @@
-"""Logical CPU devices: a thread each, real copies between them, the same plan as on real ones."""
+"""The executor for logical CPU devices: one thread each, with real copies between them."""
 
 from __future__ import annotations
 

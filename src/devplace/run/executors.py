@@ -1,4 +1,4 @@
-"""Which executor runs a schedule."""
+"""Choose the executor for a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All instructions of a step in one line, and the pushes that must end before a wait may begin."""
+"""A linear order of all instructions, and the pushes to join before each wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on their way from one logical device to another, within one process."""
+"""Tensors in flight between logical devices of one process."""
 
 from __future__ import annotations
 

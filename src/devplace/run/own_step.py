@@ -1,4 +1,4 @@
-"""The user's own step, run eagerly by PyTorch: what a captured step is compared with."""
+"""The user's own step, run eagerly, as the reference for a captured one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans made runnable: a plan and a model give a step to call, or a check."""
+"""Compile or check a plan with its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a placement and an order to one instruction list per device, checked beforehand."""
+"""Lower a placement and an order to one checked instruction list per device."""
 
 from __future__ import annotations
 

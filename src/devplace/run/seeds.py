@@ -1,4 +1,4 @@
-"""What random numbers are made from: the user's seed, the step and the op, never the placement."""
+"""Seeds of random ops, made from user seed, step and op, never from the placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a model while its step has newer values of it: refused, instead of stale in silence."""
+"""Refuse to read a model while its compiled step holds newer values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of parameters, buffers and optimizer state: read from the user's objects, written back."""
+"""Read parameters, buffers and optimizer state from the user's objects, and write them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step did when, as measured."""
+"""The measured timeline of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that stay: one per logical device, and one for its copies."""
+"""Persistent threads: one per logical device, and one for its copies."""
 
 from __future__ import annotations
 

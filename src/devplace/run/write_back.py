@@ -1,4 +1,4 @@
-"""When the new value of a parameter or of state may be written over the old one."""
+"""When a new parameter or state value may overwrite the old one."""
 
 from __future__ import annotations
 

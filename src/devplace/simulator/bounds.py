@@ -1,4 +1,4 @@
-"""Lower bounds: no placement and no order can make a step shorter than this."""
+"""Lower bounds on the step time of any placement and order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides the length of a simulated step."""
+"""The critical path of a simulated step."""
 
 from __future__ import annotations
 

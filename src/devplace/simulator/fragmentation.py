@@ -1,4 +1,4 @@
-"""What a step reserves of each GPU beyond what is in use at its peak."""
+"""GPU memory reserved beyond the peak in use, from gaps in torch's allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Picks the native simulator, or the plain Python one where it was not built."""
+"""Select the native simulator, or the plain Python one if it is not built."""
 
 from __future__ import annotations
 

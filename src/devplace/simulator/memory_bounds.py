@@ -1,4 +1,4 @@
-"""Memory that no placement can avoid: what ops, groups and the whole step need at least."""
+"""Lower bounds on memory: what ops, groups and the whole step need at least."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulate a placement, whichever way its order is given."""
+"""Simulate a placement, with or without a given order."""
 
 from __future__ import annotations
 

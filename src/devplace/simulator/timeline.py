@@ -1,4 +1,4 @@
-"""What a simulated step looks like: when each op runs, what moves, how much memory is in use."""
+"""The simulated timeline: op times, transfers and memory in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node of a traced graph is: a view, a random draw, a mutation; what it costs."""
+"""Classify nodes of a traced graph: views, random draws, mutations, fusible ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assignments to tensors as a trace can see them: `tensor.data = value`, `tensor[mask] = value`."""
+"""Make `tensor.data = value` and `tensor[mask] = value` visible to a trace."""
 
 from __future__ import annotations
 

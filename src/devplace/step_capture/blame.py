@@ -1,4 +1,4 @@
-"""Which op of a step gives in micro-batches what is no part of its value for the whole batch."""
+"""Find the op whose micro-batch values are not parts of its whole-batch value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of nets of convolutions with the channels side by side in memory."""
+"""Channels-last layout for convolutional nets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches compute what the whole batch does: both are traced, computed and compared."""
+"""Trace a step in micro-batches and compare it with the whole batch."""
 
 from __future__ import annotations
 

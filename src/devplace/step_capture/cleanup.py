@@ -1,4 +1,4 @@
-"""Make the traced graph small and free of hidden writes."""
+"""Simplify the traced graph and remove hidden writes."""
 
 from __future__ import annotations
 

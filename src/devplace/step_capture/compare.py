@@ -1,4 +1,4 @@
-"""Two graphs of a step computed on the same values, and what differs."""
+"""Evaluate two graphs of a step on the same values and compare the results."""
 
 from __future__ import annotations
 

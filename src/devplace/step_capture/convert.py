@@ -1,4 +1,4 @@
-"""From the cleaned FX graph to the OpGraph and its Program."""
+"""Convert the cleaned FX graph to an OpGraph and its Program."""
 
 from __future__ import annotations
 

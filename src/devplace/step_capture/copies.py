@@ -1,4 +1,4 @@
-"""Copies of forward ops for the backward pass, each right before its first reader."""
+"""Copy forward ops for the backward pass, each right before its first reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Along which dimension each input is cut into micro-batches."""
+"""Choose the dimension along which each input is split into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a step that could not be captured runs eagerly."""
+"""Check whether a step that could not be captured runs eagerly."""
 
 from __future__ import annotations
 

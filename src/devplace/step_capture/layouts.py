@@ -1,4 +1,4 @@
-"""How tensors of a step lie in memory, where that decides how fast kernels are."""
+"""Memory layouts of tensors where they decide the speed of kernels."""
 
 from __future__ import annotations
 

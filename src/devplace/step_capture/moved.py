@@ -1,4 +1,4 @@
-"""Modules that are moved or cast within a step (`layer.to(x.dtype)`), as a trace can see it."""
+"""Make `layer.to(...)` inside a step visible to a trace."""
 
 from __future__ import annotations
 

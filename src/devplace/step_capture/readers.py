@@ -1,4 +1,4 @@
-"""Who reads what in a traced graph, views looked through, and how deep each op lies."""
+"""Readers of each node, looking through views, and the depth of each op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be captured, and what a step takes and gives."""
+"""The request for a capture, and the inputs and outputs of a step."""
 
 from __future__ import annotations
 

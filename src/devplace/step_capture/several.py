@@ -1,4 +1,4 @@
-"""Several optimizers over one model, seen as one."""
+"""Present several optimizers over one model as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace needs around it, and what it must leave as it was."""
+"""Global torch settings of a trace, restored afterwards."""
 
 from __future__ import annotations
 

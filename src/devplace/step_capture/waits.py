@@ -1,4 +1,4 @@
-"""Which calls of a graph wait for each other, and how much later one could come for free."""
+"""Dependencies between calls of a graph, and the slack of each."""
 
 from __future__ import annotations
 

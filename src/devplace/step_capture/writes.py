@@ -1,4 +1,4 @@
-"""Ops that write, which torch's tracer or its functional form cannot take, as others that do."""
+"""Rewrite in-place ops that torch cannot trace or make functional."""
 
 from __future__ import annotations
 

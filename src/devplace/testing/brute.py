@@ -1,4 +1,4 @@
-"""The best placement, and the best order, by trying them all."""
+"""Optimal placements and orders of tiny problems by brute force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs, machines and problems written by hand, and timelines as text."""
+"""Write graphs, machines and problems by hand, and show timelines as text."""
 
 from __future__ import annotations
 

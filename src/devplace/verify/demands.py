@@ -1,4 +1,4 @@
-"""Demands of a problem: which device each op may be on, as the docs say."""
+"""Check the demands of a problem: which device each op may be on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a graph is work, what travels, and what takes memory; by names' indices, in plain lists.
+"""Facts of a graph for the verifier: work, transfers and memory, in plain lists.
 
 From the rules in the docs: a view costs nothing and lies in its base's memory; a view of the whole
 travels as its base, one of a part by itself; a source that the step only reads is wherever it is

@@ -1,4 +1,4 @@
-"""Where a workload's tensors lie and which random numbers fill them."""
+"""Where a workload's tensors are made, and their random values."""
 
 from __future__ import annotations
 

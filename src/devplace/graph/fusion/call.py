@@ -1,4 +1,4 @@
-"""What the FX node of a group calls."""
+"""The callable that the FX node of a fused group refers to."""
 
 from __future__ import annotations
 

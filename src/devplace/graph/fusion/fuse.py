@@ -1,4 +1,4 @@
-"""From a captured step to one whose ops are groups and calls of their own."""
+"""Contract a captured step: each group of fusible ops becomes one op."""
 
 from __future__ import annotations
 

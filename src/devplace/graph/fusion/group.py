@@ -1,4 +1,4 @@
-"""What a fused step is made of: groups, and ops that stay."""
+"""Records of a fused step: its groups and the ops that stay single."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ops of a graph are computed together: connected fusible ops at equal depth.
+"""Find the groups of a graph: connected fusible ops of equal depth.
 
 No torch here, so that saved graphs can be fused and planned.
 """

@@ -1,4 +1,4 @@
-"""Fused graphs whose groups no pin cuts."""
+"""Fuse around pins, so that no group is split by one."""
 
 from __future__ import annotations
 

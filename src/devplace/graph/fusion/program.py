@@ -1,4 +1,4 @@
-"""The FX graph of a fused step."""
+"""Build the FX graph of a fused step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How cards and hosts are joined: links, channels, and the sources of their numbers."""
+"""Interconnects of the presets: links, channels and the sources of their numbers."""
 
 from __future__ import annotations
 

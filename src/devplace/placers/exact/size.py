@@ -1,4 +1,4 @@
-"""How large a model of a step gets, and how large one may be."""
+"""Size of the CP-SAT model of a step, and its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decision classes of a search, and the best placement it has seen."""
+"""Decision classes of the search, and the best placement seen."""
 
 from __future__ import annotations
 

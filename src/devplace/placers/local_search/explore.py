@@ -1,4 +1,4 @@
-"""Simulated annealing by several chains at once, in native code where that was built."""
+"""Simulated annealing with several chains in parallel, in native code if built."""
 
 from __future__ import annotations
 

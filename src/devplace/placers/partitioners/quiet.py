@@ -1,4 +1,4 @@
-"""Keeping C libraries from writing to standard output, where results as JSON may go."""
+"""Silence C libraries on standard output, which may carry JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many groups there are, as a choice that is learned: a few counts around that of a rule."""
+"""A learned choice of the number of groups, near the count of a rule."""
 # mypy: allow-subclassing-any
 
 from __future__ import annotations

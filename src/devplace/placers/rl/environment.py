@@ -1,4 +1,4 @@
-"""What a placement of groups costs: counted, simulated or measured; one for all systems."""
+"""Cost of a placement of groups: counted, simulated or measured; shared by all systems."""
 
 from __future__ import annotations
 

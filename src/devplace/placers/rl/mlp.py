@@ -1,4 +1,4 @@
-"""Plain layers of neurons."""
+"""Multi-layer perceptrons."""
 # mypy: allow-subclassing-any
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Noise on logits, the same when they are drawn from and when they are scored."""
+"""Noise on logits, identical when sampling and when scoring."""
 # mypy: allow-subclassing-any
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every system does around its updates: seeds, curves, checkpoints, resuming, early stop."""
+"""The training loop shared by all systems: seeds, curves, checkpoints, early stopping."""
 
 from __future__ import annotations
 

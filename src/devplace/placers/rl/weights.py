@@ -1,4 +1,4 @@
-"""Weights of the learned placer on disk: plain arrays and a note on where they come from."""
+"""Weights of the learned placer on disk: plain arrays and their provenance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal shares of the work, in order: what people do by hand."""
+"""Equal shares of the work in order, the usual manual split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the authors of models, or of papers that place them, do by hand."""
+"""Manual placements by the authors of models or of placement papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers over devices: what experts do by hand."""
+"""Layers spread over devices, the usual expert placement."""
 
 from __future__ import annotations
 

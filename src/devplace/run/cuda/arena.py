@@ -1,4 +1,4 @@
-"""How a captured step gets its memory: how much of it in one piece, what small tensors need."""
+"""Memory arena of a captured step: size of the one large piece, and of small tensors."""
 
 from __future__ import annotations
 

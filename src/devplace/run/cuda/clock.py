@@ -1,4 +1,4 @@
-"""When ops and transfers of a step ran on a GPU, by stamps between them."""
+"""Measure when ops and transfers ran on a GPU, by timestamps between them."""
 
 from __future__ import annotations
 

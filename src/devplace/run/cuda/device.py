@@ -1,4 +1,4 @@
-"""A GPU of a plan: its streams, its flags, and the values it holds between steps."""
+"""A GPU in a plan: its streams, flags and values kept between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One device's instructions carried out one by one: eagerly, or while a CUDA graph records them."""
+"""Carry out one device's instructions, eagerly or under CUDA graph capture."""
 
 from __future__ import annotations
 

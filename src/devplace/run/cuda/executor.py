@@ -1,4 +1,4 @@
-"""Runs a schedule on CUDA devices, and on CPU devices beside them."""
+"""The executor for CUDA devices, and CPU devices beside them."""
 
 from __future__ import annotations
 

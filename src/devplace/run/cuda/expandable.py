@@ -1,4 +1,4 @@
-"""Memory segments that grow and shrink page by page, for the time of a warm-up or a capture."""
+"""Switch torch's allocator to expandable segments during warm-up and capture."""
 
 from __future__ import annotations
 

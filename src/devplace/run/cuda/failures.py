@@ -1,4 +1,4 @@
-"""What CUDA and torch raise, told as errors a user can act on."""
+"""Translate errors of CUDA and torch into errors a user can act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step as one CUDA graph per GPU, each launched from a host thread of its own."""
+"""Run a step as one CUDA graph per GPU, each launched by its own host thread."""
 
 from __future__ import annotations
 

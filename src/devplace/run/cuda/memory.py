@@ -1,4 +1,4 @@
-"""What a step takes of each GPU's memory, measured."""
+"""Measure the memory of a step on each GPU."""
 
 from __future__ import annotations
 

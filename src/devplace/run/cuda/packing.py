@@ -1,4 +1,4 @@
-"""Many tensors in one piece of memory: one piece ends in one partly used page, many in many."""
+"""Pack many small tensors into one allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and flags in pinned host memory, which the CPU and every GPU can read and write."""
+"""Buffers and flags in pinned host memory, shared by the CPU and all GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tensor into a buffer on another GPU, with a flag there that says it has come."""
+"""Push a tensor into another GPU's buffer and raise its arrival flag."""
 
 from __future__ import annotations
 

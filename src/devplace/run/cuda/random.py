@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: one generator per random op, seeded anew before every step."""
+"""Random ops on a GPU: one generator each, reseeded before every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way each transfer of a step goes: straight to another GPU, or through host memory."""
+"""Choose the route of each transfer: GPU to GPU, or through host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several late tensors was the cause."""
+"""Find the cause among several transfers that timed out."""
 
 from __future__ import annotations
 

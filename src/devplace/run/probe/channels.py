@@ -1,4 +1,4 @@
-"""Which transfers share something: what to try at the same time, and channels from the outcome."""
+"""Find shared channels: which transfers to run at once, and what the outcome means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logical CPU devices as a bench: what the executor's mailbox does between threads."""
+"""Probe of logical CPU devices: the mailbox between threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From measured times of hops to latency and bandwidth."""
+"""Fit latency and bandwidth to measured hops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine whose links are as measured."""
+"""A machine with probed links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe: what is checked and timed, in which order, on whatever there is."""
+"""The probe: what it checks and times, and in which order."""
 
 from __future__ import annotations
 

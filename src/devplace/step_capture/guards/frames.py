@@ -1,4 +1,4 @@
-"""Follows the functions of a step while it runs, to see what they read and write."""
+"""Follow the Python functions of a step to see what they read and write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to the training loop while a step runs: generators, clocks, loss scalers."""
+"""Guard host generators, clocks and loss scalers, which belong outside the step."""
 
 from __future__ import annotations
 

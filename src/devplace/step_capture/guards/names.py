@@ -1,4 +1,4 @@
-"""Which names the code of a function reads, and what it reads of what they stand for."""
+"""Names and attributes that the code of a function reads."""
 
 from __future__ import annotations
 

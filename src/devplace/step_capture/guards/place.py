@@ -1,4 +1,4 @@
-"""The values that a step reads beside its tensors; a captured step checks them at each call."""
+"""Values a step reads beside its tensors, rechecked at each call."""
 
 from __future__ import annotations
 

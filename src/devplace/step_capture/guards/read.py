@@ -1,4 +1,4 @@
-"""Which plain values, functions, modules and tensors from outside a step reads."""
+"""Plain values, functions, modules and free tensors that a step reads."""
 
 from __future__ import annotations
 

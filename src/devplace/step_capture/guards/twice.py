@@ -1,4 +1,4 @@
-"""Two runs of a step, one after the other, on tensors without values: they must do the same."""
+"""Run a step twice on fake tensors and require the same ops."""
 
 from __future__ import annotations
 

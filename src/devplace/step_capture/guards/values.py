@@ -1,4 +1,4 @@
-"""Values that a captured step keeps: which can be kept, copied, compared, shown."""
+"""Values that can be guarded: kept, copied, compared and shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives a step and is written by it: put back after a capture, and no place for state."""
+"""Objects that outlive a step and are written by it: restored, or refused as state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of a hop from one GPU to another, by ping-pong inside two graphs."""
+"""Time one hop between two GPUs, by ping-pong inside two graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transfers cost the chain of ops they leave from and arrive in, inside one CUDA graph."""
+"""Overheads of transfers on their sender and receiver, inside one CUDA graph."""
 
 from __future__ import annotations
 

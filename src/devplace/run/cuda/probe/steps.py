@@ -1,4 +1,4 @@
-"""What a step costs beside its ops: launching its graphs, and the meeting of all devices."""
+"""Overheads of a step: graph launches and synchronization of devices."""
 
 from __future__ import annotations
 
