@@ -21,7 +21,16 @@ from experiments.gpu import rows
 
 # Classes that stay on one device, as a model's author would list them for Hugging Face: first what
 # has a residual or a concatenation inside; then, if hooks cannot train that, whole decoder steps.
-WHOLE = ("Block", "Bottleneck", "Branches", "ConvNorm", "AuxiliaryHead", "LSTMCell", "Attention")
+WHOLE = (
+    "Block",
+    "Bottleneck",
+    "Branches",
+    "ConvNorm",
+    "AuxiliaryHead",
+    "LSTMCell",
+    "Attention",
+    "AdditiveAttention",
+)
 COARSE = (*WHOLE, "DecoderStep", "GnmtDecoderStep")
 COARSEST = (*COARSE, "Encoder", "GnmtEncoder")
 LIMITS = 24  # limits per device tried, from an even share to everything

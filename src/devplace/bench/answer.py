@@ -48,14 +48,14 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class OrderedPlacement:
     """Device of every op, and for each device its ops in order."""
 
     device: tuple[int, ...]
     order: tuple[tuple[int, ...], ...]
 
 
-Solution = Split | Blocks | Stages | Schedule
+Solution = Split | Blocks | Stages | OrderedPlacement
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def verify(instance: Instance, solution: Solution) -> Verdict:
         return verify_pipeline(instance, solution.stages)
     if isinstance(instance, VariantInstance) and isinstance(solution, Stages):
         return verify_variants(instance, solution.stages)
-    if isinstance(instance, DataflowInstance) and isinstance(solution, Schedule):
+    if isinstance(instance, DataflowInstance) and isinstance(solution, OrderedPlacement):
         return verify_makespan(instance, solution.device, solution.order)
     raise AssertionError(
         f"a {type(solution).__name__} is no solution of a {type(instance).__name__}"

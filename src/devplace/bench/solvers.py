@@ -11,7 +11,7 @@ import numpy as np
 
 from devplace import placers
 from devplace.bench import simple
-from devplace.bench.answer import Answer, Blocks, Schedule, Split, Stages, Status
+from devplace.bench.answer import Answer, Blocks, OrderedPlacement, Split, Stages, Status
 from devplace.bench.convert import (
     Rounded,
     block_problem,
@@ -242,9 +242,9 @@ def _placer(name: str) -> Solver:
         value, lost = result.step_ns * unit, rounded_off(instance, unit)
         if lost > Fraction(value) / 10**9:  # its numbers are too far apart
             sure = float(max(Fraction(0), least * unit - lost))
-            return Answer(Schedule(tuple(device), order), "feasible", sure)
+            return Answer(OrderedPlacement(tuple(device), order), "feasible", sure)
         return Answer(
-            Schedule(tuple(device), order),
+            OrderedPlacement(tuple(device), order),
             "optimal" if result.step_ns <= least else "feasible",
             float(least * unit),
             float(value),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from devplace.workloads.common import Built, State, embedded_steps, token_loss, zero_state
-from devplace.workloads.nmt import SMALL, Attention, Nmt, NmtConfig, random_pairs
+from devplace.workloads.nmt import SMALL, AdditiveAttention, Nmt, NmtConfig, random_pairs
 
 CONFIGS = {"gnmt-4": {"full": NmtConfig(layers=4), "small": replace(SMALL, layers=4)}}
 FIRST_RESIDUAL = 2  # index of the first layer with a residual connection: the third
@@ -66,7 +66,7 @@ class GnmtDecoderStep(nn.Module):
         super().__init__()
         hidden = config.hidden
         self.cells = nn.ModuleList(nn.LSTMCell(2 * hidden, hidden) for _ in range(config.layers))
-        self.attention = Attention(hidden)
+        self.attention = AdditiveAttention(hidden)
         self.projection = nn.Linear(2 * hidden, config.vocabulary)
         self.dropout = nn.Dropout(config.dropout)
 

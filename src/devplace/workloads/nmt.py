@@ -49,7 +49,7 @@ CONFIGS = {
 }
 
 
-class Attention(nn.Module):
+class AdditiveAttention(nn.Module):
     """Additive attention over the encoder's outputs.
 
     Source: Bahdanau et al. (2015), arXiv 1409.0473, appendix A.1.2. The keys do not depend on the
@@ -108,7 +108,7 @@ class DecoderStep(nn.Module):
         self.cells = nn.ModuleList(
             nn.LSTMCell(hidden if layer else 2 * hidden, hidden) for layer in range(config.layers)
         )
-        self.attention = Attention(hidden)
+        self.attention = AdditiveAttention(hidden)
         self.combine = nn.Linear(2 * hidden, hidden, bias=False)
         self.projection = nn.Linear(hidden, config.vocabulary)
         self.dropout = nn.Dropout(config.dropout)

@@ -24,8 +24,8 @@ from devplace.placers.rl import weights
 from devplace.placers.rl.count_head import RULE
 from devplace.placers.rl.environment import Environment
 from devplace.placers.rl.learned import (
-    Drawn,
     Own,
+    Samples,
     Surrogate,
     count_logits,
     counts_by_likelihood,
@@ -199,7 +199,7 @@ def test_logits_seen_again_are_those_drawn_from() -> None:
             scene.put(progress, group, d.actions[:, group])
 
 
-def every(partings: Partings, choice: int) -> Drawn:
+def every(partings: Partings, choice: int) -> Samples:
     """All placements with a number of groups, with what the policy sees in each."""
     scene = partings.scene(choice)
     actions = all_actions(scene.num_groups, scene.num_devices)
@@ -209,7 +209,7 @@ def every(partings: Partings, choice: int) -> Drawn:
         seen.append(torch.as_tensor(features))
         open_to.append(torch.as_tensor(free))
         scene.put(progress, group, actions[:, group])
-    return Drawn(choice, actions, torch.stack(seen, 1), torch.stack(open_to, 1))
+    return Samples(choice, actions, torch.stack(seen, 1), torch.stack(open_to, 1))
 
 
 def test_the_gradient_is_that_of_the_expected_reward() -> None:

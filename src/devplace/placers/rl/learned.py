@@ -171,7 +171,7 @@ class Own(nn.Module):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class Samples:
     """Samples with the same number of groups.
 
     Attributes:
@@ -201,27 +201,27 @@ def counts_by_likelihood(policy: PairPolicy, partings: Partings, own: Own) -> li
     return [choice for choice in order.tolist() if partings.is_open[choice]]
 
 
-def likeliest(policy: PairPolicy, partings: Partings, own: Own, choice: int) -> Drawn:
+def likeliest(policy: PairPolicy, partings: Partings, own: Own, choice: int) -> Samples:
     """The likeliest placement with a number of groups, the same every time."""
     table = own.of(partings.grouping(choice)).detach()
-    return Drawn(choice, *policy.act(partings.scene(choice), table, 1, None))
+    return Samples(choice, *policy.act(partings.scene(choice), table, 1, None))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def draw(
     policy: PairPolicy, partings: Partings, own: Own, count: int, generator: torch.Generator
-) -> list[Drawn]:
+) -> list[Samples]:
     """Samples: for each a number of groups, then devices; ordered by the number of groups."""
     logits = count_logits(policy, partings, own).expand(count, -1)
     chosen = sample(logits, generator).cpu().numpy()
     found = []
     for choice, times in zip(*np.unique(chosen, return_counts=True), strict=True):
         scene, table = partings.scene(int(choice)), own.of(partings.grouping(int(choice)))
-        found.append(Drawn(int(choice), *policy.act(scene, table, int(times), generator)))
+        found.append(Samples(int(choice), *policy.act(scene, table, int(times), generator)))
     return found
 
 
-def score(partings: Partings, drawn: list[Drawn]) -> Outcome:
+def score(partings: Partings, drawn: list[Samples]) -> Outcome:
     """What samples cost, in their order."""
     return joined_outcomes([partings.environment(d.choice)(d.actions) for d in drawn])
 
@@ -241,7 +241,7 @@ class Surrogate:
     """
 
     def __init__(
-        self, policy: PairPolicy, partings: Partings, own: Own, drawn: list[Drawn]
+        self, policy: PairPolicy, partings: Partings, own: Own, drawn: list[Samples]
     ) -> None:
         self._policy, self._partings, self._own, self._drawn = policy, partings, own, drawn
         self._scale = len(self._choices()) * max(1, partings.environment(RULE).num_groups)
