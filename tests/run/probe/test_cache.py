@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.run.probe.fakes import KEY, FakeBench
 
 from devplace.run.probe import ProbeReport
-from devplace.run.probe.cache import cached_report, keep_report, kept_report
+from devplace.run.probe.cache import cached_report, keep_report, keep_text, kept_report
 from devplace.run.probe.measure import run_probe
 
 
@@ -64,6 +65,21 @@ def test_a_damaged_file_is_not_trusted(folder: Path, damage: str) -> None:
     assert kept_report(KEY) is None
     found = cached_report(KEY, report)
     assert kept_report(KEY) == found
+
+
+def test_a_probe_of_busy_gpus_is_not_kept(folder: Path) -> None:
+    """Its times are those of slices that processes share a GPU in. It is used, and the next one
+    measures again; a kept one of before counts as none."""
+    good = report()
+    pair = next(p for p in good.pairs if "engine" in p.hop_ns)
+    slow = msgspec.structs.replace(pair, hop_ns={**pair.hop_ns, "engine": (4_638_563,) * 3})
+    busy = msgspec.structs.replace(good, pairs=(slow, *(p for p in good.pairs if p != pair)))
+    assert "1024 bytes from cuda:0 to cuda:1 took 4.6 ms by engine" in busy.disturbance
+    assert cached_report(KEY, lambda: busy) == busy
+    assert not folder.exists()
+    keep_text("probe", KEY, busy.to_json().decode())
+    assert kept_report(KEY) is None
+    assert cached_report(KEY, report) == kept_report(KEY) == good
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(

@@ -35,11 +35,15 @@ def kept_report(key: dict[str, str]) -> ProbeReport | None:
     if report.key != key:
         _log.warning("Kept probe is not used: it is of another machine")
         return None
-    return report
+    return None if report.disturbance else report
 
 
 def keep_report(report: ProbeReport) -> bool:
-    """Keep a report for its key, whole or not at all; tells whether it could be written."""
+    """Keep a report for its key, whole or not at all; tells whether it was kept, as one is that was
+    not disturbed and could be written."""
+    if report.disturbance:
+        _log.warning(report.disturbance)
+        return False
     return keep_text("probe", report.key, report.to_json().decode())
 
 
