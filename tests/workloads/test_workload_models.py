@@ -12,7 +12,7 @@ from devplace import workloads
 from devplace.workloads.bert import IGNORED
 from devplace.workloads.llama import NORM_EPS, RmsNorm, rotary_angles, rotated
 from devplace.workloads.moe import ExpertLayer, MoeConfig
-from devplace.workloads.nmt import Attention
+from devplace.workloads.nmt import AdditiveAttention
 
 
 def small(name: str, **settings: object) -> workloads.Workload:
@@ -72,7 +72,7 @@ def _counter(counts: dict[type, int]) -> Callable[..., None]:
 
 def test_attention_is_the_softmax_weighted_mean() -> None:
     """With zero scores the context is the plain mean of the memory."""
-    attention = Attention(3)
+    attention = AdditiveAttention(3)
     nn.init.zeros_(attention.score.weight)
     memory = torch.arange(12.0).reshape(1, 4, 3)
     context = attention(torch.ones(1, 3), memory, attention.key(memory))
