@@ -90,8 +90,8 @@ FAKE = """
             os._exit(1)
         KernelStore(place_of(signature.device)).write(signature.key, "call = tuple")
 
-    worker.make = make
-    worker.main()
+    compile_worker.make = make
+    compile_worker.main()
 """
 
 
