@@ -153,7 +153,7 @@ def test_a_search_out_of_time_claims_no_bound_it_did_not_reach(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(step_solve.time, "monotonic", lambda: next(clock) / 10)
     machine = hand_machine({"gpu:0": 10_000, "gpu:1": 10_000}, bytes_per_ns=1000)
-    effort = step_solve.Effort(seconds=0.05, evaluations=None, seed=0, threads=1)
+    effort = step_solve.SolverEffort(seconds=0.05, evaluations=None, seed=0, threads=1)
     found = step_solve.place_step(hand_problem(STEP, machine), effort)
     assert found.over_bytes == 0
     assert found.how == "one device"
@@ -192,11 +192,11 @@ def test_without_evaluations_for_all_placements_nothing_is_proved():
     """Where the budget ends before a placement that fits is tried, the best so far is not called
     optimal."""
     machine = hand_machine({"gpu:0": 10_000, "gpu:1": 10_000}, bytes_per_ns=1000)
-    effort = step_solve.Effort(seconds=None, evaluations=1)
+    effort = step_solve.SolverEffort(seconds=None, evaluations=1)
     found = step_solve.place_step(hand_problem(STEP, machine), effort)
     assert (found.evaluations, found.how) == (1, "one device")
     assert found.bound_ns < found.value_ns
-    enough = step_solve.Effort(seconds=None, evaluations=300)
+    enough = step_solve.SolverEffort(seconds=None, evaluations=300)
     best = step_solve.place_step(hand_problem(STEP, machine), enough)
     assert best.bound_ns == best.value_ns < found.value_ns
 

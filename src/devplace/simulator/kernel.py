@@ -190,8 +190,8 @@ class NativeKernel:
         Ctrl-C ends the chains where they are.
 
         Args:
-            space: See `placers.annealing.Space`.
-            settings: See `placers.annealing.Schedule`.
+            space: See `placers.annealing.MoveSpace`.
+            settings: See `placers.annealing.CoolingSchedule`.
             starts: Device of each group. int32 `[K, G]`
             priorities: Of the tasks of each start, or None for critical-path ones. int64 `[K, N]`
             seeds: Of each chain. int64 `[K]`
