@@ -110,9 +110,7 @@ def test_the_first_op_that_differs_is_named_with_its_input() -> None:
     model = Masked().double()
     message = refused(model, square(4), error, 4)
     assert "the loss is" in message
-    assert "aten.add.Tensor at the model (test_capture_batch_dims.py:39), of input '0', '1'" in (
-        message
-    )
+    assert "aten.add.Tensor at the model (test_batch_dims.py:39), of input '0', '1'" in (message)
 
 
 @pytest.mark.parametrize("length", [5, 4])

@@ -114,7 +114,7 @@ def test_a_seed_set_and_put_back_inside_is_refused() -> None:
         return F.mse_loss(model(x + noise), y)
 
     model = Net(0.0, False)
-    message = r"must not seed torch's generator: .*test_capture_checkpointing\.py:\d+"
+    message = r"must not seed torch's generator: .*test_checkpointing\.py:\d+"
     with pytest.raises(CaptureError, match=message):
         dp.capture(model, batch(), seeded, torch.optim.SGD(model.parameters(), lr=0.1))
 

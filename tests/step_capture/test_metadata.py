@@ -98,7 +98,7 @@ def test_update_ops_belong_to_the_owner_of_the_parameter(graph: OpGraph) -> None
 def test_source_lines_are_relative_and_the_users(graph: OpGraph) -> None:
     """Forward and backward ops name the line of the model, without any directory."""
     lines = {op.source_line for op in graph.ops if op.source_line}
-    assert all(line.startswith("test_capture_metadata.py:") for line in lines)
+    assert all(line.startswith("test_metadata.py:") for line in lines)
     forward = {op.source_line for op in ops(graph, "aten.addmm", module="blocks.0.qkv")}
     backward = {
         op.source_line for op in ops(graph, "aten.mm", module="blocks.0.qkv", stage="backward")

@@ -59,7 +59,7 @@ def test_an_error_of_the_model_is_not_taken_for_one_of_the_loss() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.haed(x)
 
-    where = r"The step fails eagerly, too, at the model \(test_capture_mistakes.py:\d+\).*'haed'"
+    where = r"The step fails eagerly, too, at the model \(test_mistakes.py:\d+\).*'haed'"
     refuse(lambda model, x, y: F.cross_entropy(model(x), y), where, model=Broken())
 
 

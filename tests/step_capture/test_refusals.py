@@ -15,7 +15,7 @@ from torch import nn
 from devplace.errors import CaptureError
 from devplace.step_capture import capture
 
-HERE = r"test_capture_refusals\.py:\d+"
+HERE = r"test_refusals\.py:\d+"
 
 
 class Layer(nn.Module):

@@ -250,5 +250,5 @@ def test_s35_value_check_deep_inside_names_the_line() -> None:
 
     model: Any = nn.Sequential(nn.Sequential(nn.Linear(8, 4), Guard()))
     x, y = batches()[0]
-    with pytest.raises(CaptureError, match=r"module '0\.1' \(test_capture_stories\.py:\d+\)"):
+    with pytest.raises(CaptureError, match=r"module '0\.1' \(test_stories\.py:\d+\)"):
         capture(model, (x.float(), y), xent, sgd(model))

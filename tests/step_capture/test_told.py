@@ -11,7 +11,7 @@ from torch import nn
 import devplace as dp
 from devplace.errors import CaptureError
 
-HERE = r"test_capture_told\.py:\d+"
+HERE = r"test_told\.py:\d+"
 
 
 def told(model: nn.Module, batch: Any, loss: Any = None, **options: Any) -> str:
@@ -57,7 +57,7 @@ def test_a_step_that_runs_eagerly_is_told_that_it_does() -> None:
 def test_a_step_that_fails_eagerly_is_told_so() -> None:
     """With the error of eager mode."""
     message = told(Fails(always), torch.randn(3, 4))
-    assert message.startswith("The step fails eagerly, too, at the model (test_capture_told.py:")
+    assert message.startswith("The step fails eagerly, too, at the model (test_told.py:")
     assert "ValueError: never right" in message
 
 
@@ -94,7 +94,7 @@ def test_what_fails_in_the_backward_pass_is_told_by_the_line_it_differentiates()
     batch = torch.randn(4, 4), torch.tensor([True, False, True, False])
     message = told(nn.Linear(4, 4), batch, loss)
     assert message.startswith("Shapes must not depend on values")
-    assert "test_capture_told.py:" in message
+    assert "test_told.py:" in message
 
 
 def test_micro_batches_that_fail_say_how_to_cut() -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from devplace.errors import CaptureError
 from devplace.step_capture import capture
 
-HERE = r"test_capture_twice\.py:\d+"
+HERE = r"test_twice\.py:\d+"
 STATE = torch.get_rng_state()
 
 
@@ -172,7 +172,7 @@ def test_clocks_and_counters_are_refused_with_module_and_line(name: str) -> None
     """Their values would be those of the capture for ever."""
     found = refusal(HOST[name])
     assert "two calls" in found or "values that it changes" in found
-    assert "test_capture_twice.py" in found
+    assert "test_twice.py" in found
 
 
 def test_what_differs_is_named_by_op_and_line() -> None:

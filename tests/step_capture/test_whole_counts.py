@@ -167,7 +167,7 @@ def test_what_is_no_mean_over_rows_is_refused(loss: Loss, op: str) -> None:
     message = str(caught.value)
     assert "the loss is" in message
     assert f"{op} at " in message
-    assert "test_capture_whole_counts.py:" in message
+    assert "test_whole_counts.py:" in message
     assert "compare_batches=False" in message
     capture(model, batch(), loss, sgd(model), 2, compare_batches=False)
 
