@@ -79,7 +79,7 @@ def test_a_probe_of_busy_gpus_is_not_kept(folder: Path) -> None:
     assert not folder.exists()
     keep_text("probe", KEY, busy.to_json().decode())
     assert kept_report(KEY) is None
-    assert cached_report(KEY, report) == kept_report(KEY) == good
+    assert cached_report(KEY, lambda: good) == kept_report(KEY) == good
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(
