@@ -78,7 +78,7 @@ def gpu_fused(data: dict[str, Any]) -> str:
         "# Fused steps beside torch.compile",
         "",
         "Milliseconds per training step: median over rounds of steps that are not waited for one "
-        "by one, timed by the host's clock, each in a process of its own with nothing beside it. "
+        "by one, timed by the host's clock, each in a process of its own that has the GPUs alone. "
         "fp32 with TF32 products, or bf16 autocast with parameters in fp32. torch.compile: loss "
         "and backward compiled, with the fastest of torch's default, its fused and a compiled "
         "update. Memory is the most that torch's allocator reserved. Written by `python -m "

@@ -160,10 +160,8 @@ class Bench:
         self.child.end()
         self.lock.release()
         steps = [s for step in steps if (s := self.attempt(step.count, self.planned, step))]
-        for count in counts:
-            self.note_planned(count)
+        self.meet()
         for step in steps:
-            self.meet()
             self.attempt(step.count, self.measured, step)
         self.lock.release()
 
@@ -175,7 +173,6 @@ class Bench:
         except Exception as error:
             traceback.print_exc()
             self.data["rows"].append({"micro_batches": count, "error": str(error)[:300]})
-            self.note_planned(count)
             return None
         finally:
             self.save()
@@ -276,14 +273,11 @@ class Bench:
 
     def meet(self) -> None:
         """Wait until so many processes are through with planning: the machine is quiet then."""
-        while len([*Path(self.options.out).glob("*.planned")]) < self.options.together:
-            time.sleep(0.5)
-
-    def note_planned(self, count: int) -> None:
-        """Tell the others that nobody need wait for this step's plans."""
         folder = Path(self.options.out)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.options.tag}.{count}.planned").touch()
+        (folder / f"{self.options.tag}.planned").touch()
+        while len([*folder.glob("*.planned")]) < self.options.together:
+            time.sleep(0.5)
 
     def several(self, step: Step, used: int, planned: Planned) -> None:
         """Measure the plans for this many GPUs."""

@@ -83,8 +83,9 @@ _MISTAKABLE = frozenset([torch.bool, torch.uint8])  # an index of these is a mas
 
 def pays_alone(node: torch.fx.Node) -> bool:
     """Whether a fusible op is worth a compiled kernel of its own: it turns dimensions around, joins
-    tensors, adds up, spreads a smaller tensor over a large one (as an update does with the learning
-    rate), or is a batch norm, for which PyTorch's kernels reach a third of a GPU's bandwidth."""
+    tensors, adds up, broadcasts a smaller tensor over a large one (as an update does with the
+    learning rate: a quarter of an H200's bandwidth by PyTorch's kernel), or is a batch norm, which
+    PyTorch computes in several passes."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return False
