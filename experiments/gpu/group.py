@@ -49,7 +49,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "zbv-4": ("pipelining", {"schedule": "zbv", "micro_batches": 4}),
     "zbv-8": ("pipelining", {"schedule": "zbv", "micro_batches": 8}),
 }
-TIMEOUT_S = 120
+TIMEOUT_S = 600
+"""Of a collective: a process may have to wait while another compiles."""
 
 
 class Group:

@@ -47,6 +47,7 @@ from devplace.step_capture.refuse import (
 from devplace.step_capture.request import CaptureRequest, Input
 from devplace.step_capture.several import as_one
 from devplace.step_capture.sources import Sources, find_sources
+from devplace.step_capture.splitting import split_convolution_gradients
 from devplace.step_capture.stacking import num_spared_products
 from devplace.step_capture.stacking import stack_gradients as stack
 from devplace.step_capture.stacking_inputs import stack_inputs as join_products
@@ -381,6 +382,7 @@ def _make_fusible(graph: torch.fx.Graph, step: TracedStep) -> None:
     """Rewrite what would stand in the way of fast kernels."""
     if draw_by_counter(graph):
         step.inputs.append(Input("scalar", RANDOM_KEYS))
+    split_convolution_gradients(graph)
     if step.request.device_type == "cuda":
         pad_products(graph)
         lay_channels_last(graph, step.inputs)
