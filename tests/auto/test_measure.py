@@ -179,6 +179,20 @@ def test_rounds_are_longer_for_short_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls.count("run") > 50
 
 
+def test_slow_steps_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the time allows: five of 30 ms a round in two seconds, two in half a second."""
+    for seconds, steps in ((2.0, 5), (0.5, 2), (0.05, 1)):
+        calls: list[str] = []
+        clock = SimpleNamespace(
+            perf_counter_ns=lambda calls=calls: 30_000_000 * calls.count("run"),
+            monotonic=lambda: 0.0,
+        )
+        monkeypatch.setattr(timing, "time", clock)
+        time_steps(lambda calls=calls: calls.append("run"), lambda: None, seconds)
+        rounds = 7 if seconds > 0.1 else 1
+        assert calls.count("run") == 2 + (rounds * steps if seconds > 0.1 else 1)
+
+
 def test_every_timed_step_brings_in_the_batch() -> None:
     """As a training loop does; weights stay where they are."""
     graph, model, optimizer, batch = captured()

@@ -47,12 +47,17 @@ FUSIBLE = {
     "backward of a slice": lambda x: aten.slice_backward.default(x, [9, 6], 0, 0, 4, 1),
     "hard tanh backward": lambda x: aten.hardtanh_backward.default(x, x, -1.0, 1.0),
     "dropout in evaluation": lambda x: aten.native_dropout.default(x, 0.5, False)[0],
+    "pool": lambda x: F.max_pool2d(x[None], 3, 2, 1),
+    "mean of windows": lambda x: F.avg_pool2d(x[None], (5, 5), 1, 2),
     "cast of prims": lambda x: torch.ops.prims.convert_element_type.default(x, torch.float32),
 }
 OWN_CALLS = {
     "product": lambda x: x @ x.new_ones(6, 2),
     "convolution": lambda x: F.conv1d(x[None], x.new_ones(2, 4, 3)),
-    "pool": lambda x: F.max_pool1d(x, 2),
+    "pool of rows": lambda x: F.max_pool1d(x, 2),
+    "pool of large windows": lambda x: F.avg_pool2d(x.repeat(3, 3)[None], (5, 6)),
+    "dilated pool": lambda x: F.max_pool2d(x[None], 2, 1, 0, 2),
+    "mean of three dimensions": lambda x: F.avg_pool3d(x[None, None], (1, 2, 2)),
     "sort": lambda x: x.sort(1)[0],
     "scan": lambda x: x.cumsum(1),
     "scatter": lambda x: x.scatter_add(1, torch.zeros_like(x, dtype=torch.int64), x),

@@ -42,6 +42,7 @@ class CudaDevice:
         self.buffers: dict[int, Any] = {}
         self._pieces = Packing(source_bytes or {})
         self._memory: Any = None
+        self._fetching: dict[Any, Any] = {}  # GPU -> stream there that copies its values to here
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -58,7 +59,7 @@ class CudaDevice:
         value = value.detach()
         if value.is_cuda:
             self.main.wait_stream(torch.cuda.current_stream(value.device))
-        with self.current():
+        with self._from(value), self.current():
             if op not in self.buffers:
                 self.buffers[op] = self._room_for(op, value)
             # Pinned memory is read later, when its owner may have changed it.
@@ -66,6 +67,24 @@ class CudaDevice:
             self.buffers[op].copy_(value, non_blocking=not is_pinned)
             if value.device == self.torch_device:
                 value.record_stream(self.main)
+
+    @contextmanager
+    def _from(self, value: Any) -> Iterator[None]:
+        """Copy values of other GPUs on a stream of theirs that nothing else uses.
+
+        Torch lets a copy wait for both GPUs on the current stream of the sender: were that the
+        caller's, the next step would wait until all devices are through with this one.
+        """
+        if not value.is_cuda or value.device == self.torch_device:
+            yield
+            return
+        stream = self._fetching.get(value.device)
+        if stream is None:
+            stream = self._fetching[value.device] = torch.cuda.Stream(value.device)
+        stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.device(value.device), torch.cuda.stream(stream):
+            yield
+        value.record_stream(stream)
 
     def _room_for(self, op: int, value: Any) -> Any:
         """Memory for the value of a source: a cut of one piece for all, or its own."""
