@@ -10,7 +10,7 @@ call finds.
 
 Run: `python -m experiments.gpu.fused --out FOLDER [--rows bert-large-32,gpt-2-32,...]
 [--peers fused,compile,autotune,ddp,fsdp,pipeline] [--gpus 1,2] [--limit 240] [--deadline 570]
-[--budget 20s] [--plain] [--warm] [--one-by-one] [--commit ID]`, then
+[--budget 20s] [--variants 1] [--plain] [--warm] [--one-by-one] [--commit ID]`, then
 `python experiments/fused_tables.py FOLDER`.
 """
 
@@ -111,7 +111,7 @@ def run_compiled(job: Job, options: Any, folder: Path, limit_s: float) -> Iterat
 
 def run_group(job: Job, options: Any, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Several GPUs, a process for each: one result for every way tried."""
-    names = ["--rows", ",".join(TRIED[job.peer])]
+    names = ["--rows", ",".join(TRIED[job.peer][: options.variants])]
     names += ["--compile-limit", str(options.compile_limit)]
     found = _measured("group", job, options, folder, names, limit_s)
     for row in found.get("rows", [found]):
@@ -301,6 +301,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50, help="measured at most")
     parser.add_argument("--budget", default="20s", help="of each search of ours")
     parser.add_argument("--micro-batches", help="that ours tries on several GPUs; default: row's")
+    parser.add_argument("--variants", type=int, help="of each peer on several GPUs; default: all")
     parser.add_argument("--plain", action="store_true", help="ours without fusing")
     parser.add_argument("--warm", action="store_true", help="fill the compiler's caches only")
     parser.add_argument("--workers", type=int, default=4, help="processes at a time, with --warm")
