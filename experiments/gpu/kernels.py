@@ -13,10 +13,10 @@ from experiments.gpu.timing import synchronize
 STEPS = 3
 MOST = 40
 KINDS = (
+    ("fused", r"^triton"),
     ("convolution", r"conv|cudnn|fprop|dgrad|wgrad|implicit_gemm|nchw|nhwc"),
     ("attention", r"flash|fmha|attention"),
     ("product", r"gemm|nvjet|cublas|cutlass|splitk"),
-    ("fused", r"^triton"),
     ("copy", r"^mem(cpy|set)|copy"),
 )
 """Kind of a kernel and what its name holds, the first that fits."""
