@@ -53,7 +53,7 @@ homes = {op.name: result.plan.placement[k] for k, op in enumerate(graph.ops) if 
 for name in ("table.weight", "net.0.weight"):
     print(name, "on", machine.device_names[homes[name]])
 
-step = dp.compile(model, result.plan, optimizer=optimizer)
+step = dp.compile(graph, result.plan)
 losses = [float(step(items, wanted)) for _ in range(5)]
 step.sync()
 step.close()

@@ -117,7 +117,7 @@ def _loss(case: Any, model: Any) -> Any:
 def _placed(case: Any, eager: Any, losses: list[float]) -> dict[str, Any]:
     import devplace as dp
     from devplace.errors import CaptureError
-    from devplace.run.planned import check_plan
+    from devplace.run.planned import check
 
     optimizer = _adamw(case.model)
     begin = time.perf_counter()
@@ -130,11 +130,11 @@ def _placed(case: Any, eager: Any, losses: list[float]) -> dict[str, Any]:
     problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
     plan = dp.place(problem, dp.placers.Random(), "5ev", seed=SEED).plan
     if case.draws or graph.program.random_ops:
-        check_plan(plan, graph, case.model, optimizer, case.inputs)
+        check(graph, plan, case.inputs)
         return found | {"status": "equal to unplaced"}
     is_named = isinstance(case.inputs, dict)
     args, kwargs = ((), case.inputs) if is_named else (case.inputs, {})
-    with dp.compile(case.model, plan) as step:
+    with dp.compile(graph, plan) as step:
         placed = [float(step(*args, **kwargs)) for _ in range(STEPS)]
         step.sync()
     error = max(

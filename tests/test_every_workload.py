@@ -11,7 +11,7 @@ from devplace import placers, workloads
 from devplace.cost.analytic import Analytic
 from devplace.machine import load_machine
 from devplace.problem import Problem
-from devplace.run import check_plan
+from devplace.run import check
 from devplace.step_capture import capture
 
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
@@ -31,7 +31,7 @@ def test_placed_steps_equal_the_unplaced_ones(name: str, optimizer_name: str) ->
     problem = Problem(graph, machine, Analytic()(graph, machine))
     for placer in (placers.Random(), placers.Search()):
         result = placers.place(problem, placer, "40ev")
-        report = check_plan(result.plan, graph, model, optimizer, inputs, steps=3)
+        report = check(graph, result.plan, inputs, steps=3)
         assert report.steps == 3
         assert report.is_bit_equal or report.worst.error < 1e-6
     assert len(graph.results) > len(list(model.parameters()))

@@ -5,7 +5,7 @@ Example:
     problem = dp.Problem(graph, machine, costs)
     result = dp.place(problem, dp.placers.Search(), budget="30s", seed=0)
     result.plan.save("plan.json")
-    step = dp.compile(model, result.plan)
+    step = dp.compile(graph, result.plan)
 """
 
 from importlib import import_module
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Analytic": "devplace.cost.analytic",
     "Budget": "devplace.placers",
+    "Captured": "devplace.graph",
     "Device": "devplace.machine",
     "Link": "devplace.machine",
     "Machine": "devplace.machine",
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from devplace.auto.confirm import confirm
     from devplace.auto.parallelize import parallelize
     from devplace.cost.analytic import Analytic
-    from devplace.graph import OpGraph
+    from devplace.graph import Captured, OpGraph
     from devplace.graph.fusion import fuse
     from devplace.machine import Device, Link, Machine, load_machine
     from devplace.placers.budget import Budget
@@ -75,8 +76,7 @@ if TYPE_CHECKING:
     from devplace.placers.result import Result
     from devplace.plan import Plan, load_plan
     from devplace.problem import Placement, Problem
-    from devplace.run.check import check
-    from devplace.run.planned import compile
+    from devplace.run.planned import check, compile
     from devplace.simulator import Timeline, simulate
     from devplace.simulator.bounds import lower_bound
     from devplace.step_capture import capture
@@ -84,6 +84,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Analytic",
     "Budget",
+    "Captured",
     "Device",
     "Link",
     "Machine",

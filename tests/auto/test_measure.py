@@ -213,9 +213,9 @@ def test_every_timed_step_brings_in_the_batch() -> None:
 
 def test_a_measured_timeline_begins_with_the_batch() -> None:
     """Ops begin when it is there, and it counts as part of the step."""
-    graph, model, optimizer, batch = captured()
+    graph, _, _, batch = captured()
     plan = placed(graph).plan
-    with dp.compile(model, plan, graph=graph, optimizer=optimizer) as step:
+    with dp.compile(graph, plan) as step:
         step.is_timed = True
         step(*batch)
         timeline = step.timeline

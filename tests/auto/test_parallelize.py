@@ -215,13 +215,13 @@ def test_verify_compares_with_the_unplaced_step(monkeypatch: pytest.MonkeyPatch)
     """`verify` runs the check of the chosen plan before it is returned; a note says what was
     compared with an eager step."""
     checked = []
-    real = module.check_plan
+    real = module.check
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         checked.append(real(*args, **kwargs))
         return checked[-1]
 
-    monkeypatch.setattr(module, "check_plan", noted)
+    monkeypatch.setattr(module, "check", noted)
     model, batch, loss = tagger()
     with dp.parallelize(model, batch, loss, adam(model), verify=True, **QUICK) as step:
         assert f"note: {checked[0].beside_own}" in str(step)

@@ -123,7 +123,7 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def seen_executors(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[list[Any]]:
-    """Collects the executors that `check` makes; on GPUs they get `options`."""
+    """Collects the executors that `check_step` makes; on GPUs they get `options`."""
     module = sys.modules["devplace.run.check"]  # the package has a function of this name
     make, seen = module.make_executor, []
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from devplace.errors import VerificationError
-from devplace.run.check import CheckReport, check, compare
+from devplace.run.check import CheckReport, check_step, compare
 from devplace.run.schedule import PlannedTransfer
 from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, Tied, mean_square, next_token
@@ -21,7 +21,7 @@ from tests.run.tracing import snap
 def run_check(model: Any, batch: Any, loss: Any, optimizer: Any, **options: Any) -> CheckReport:
     graph = capture(model, batch, loss, optimizer)
     seed = options.pop("placement", 0)
-    return check(graph, model, optimizer, batch, *at_random(seed)(graph), NAMES, **options)
+    return check_step(graph, model, optimizer, batch, *at_random(seed)(graph), NAMES, **options)
 
 
 @pytest.mark.parametrize("placement", range(4))
@@ -87,9 +87,9 @@ def test_s48_a_mask_applied_twice_is_caught() -> None:
         return value * value * 2 if is_mask[graph.producer[transfer.tensor]] else value.clone()
 
     placed = snap(graph, devices, 3)
-    assert check(graph, model, optimizer, batch, *placed, NAMES).is_bit_equal
+    assert check_step(graph, model, optimizer, batch, *placed, NAMES).is_bit_equal
     with pytest.raises(VerificationError, match="in step 1"):
-        check(graph, model, optimizer, batch, *placed, NAMES, copy=square)
+        check_step(graph, model, optimizer, batch, *placed, NAMES, copy=square)
 
 
 def test_a_model_without_weights_is_checked_with_invented_ones() -> None:
@@ -157,7 +157,7 @@ def test_a_captured_step_is_compared_with_an_eager_one(make_optimizer: Any, clip
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     grads = [parameter.grad for parameter in model.parameters()]
     graph = capture(model, (x,), losses, optimizer, clip_grad_norm=clip)
-    report = check(graph, model, optimizer, (x,), *at_random(0)(graph), NAMES, steps=1)
+    report = check_step(graph, model, optimizer, (x,), *at_random(0)(graph), NAMES, steps=1)
     assert not report.not_compared
     assert len(report.own) == len(graph.results)
     assert max(tensor.error for tensor in report.own) < 1e-12
@@ -189,7 +189,7 @@ def test_a_step_that_is_not_the_users_own_is_caught(monkeypatch: pytest.MonkeyPa
     graph = capture(model, (x,), losses, optimizer)
     monkeypatch.setattr(Stale, "factor", torch.tensor(3.0, dtype=torch.float64))
     with pytest.raises(VerificationError, match=r"of the eager one: loss 'loss' is off by 0\.55"):
-        check(graph, model, optimizer, (x,), *at_random(0)(graph), NAMES)
+        check_step(graph, model, optimizer, (x,), *at_random(0)(graph), NAMES)
 
 
 def test_what_is_not_compared_with_an_eager_step_is_said() -> None:
@@ -206,7 +206,7 @@ def test_what_is_not_compared_with_an_eager_step_is_said() -> None:
     assert report.not_compared == "the model or the batch has no values"
     optimizer = sgd(list(plain.parameters()))
     graph = capture(plain, (x,), mean_square, optimizer, 2)
-    report = check(graph, plain, optimizer, (x,), *at_random(0)(graph), NAMES, steps=1)
+    report = check_step(graph, plain, optimizer, (x,), *at_random(0)(graph), NAMES, steps=1)
     assert report.not_compared.startswith("2 micro-batches give another ")
     assert report.beside_own.startswith("other than an eager step of the whole batch: 2 micro-b")
 
@@ -216,6 +216,6 @@ def test_inference_is_compared_with_an_eager_call() -> None:
     model = nn.Linear(4, 3).double()
     x = torch.randn(2, 4, dtype=torch.float64)
     graph = capture(model, (x,))
-    report = check(graph, model, None, (x,), *at_random(0)(graph), NAMES, steps=1)
+    report = check_step(graph, model, None, (x,), *at_random(0)(graph), NAMES, steps=1)
     assert [tensor.role for tensor in report.own] == ["output"]
     assert report.own[0].is_bit_equal

@@ -307,12 +307,11 @@ def test_a_closed_step_refuses_to_run() -> None:
 
 
 def test_a_graph_read_from_a_file_cannot_run() -> None:
-    """Without its program a graph can only be planned."""
+    """As data alone a graph can only be planned."""
     model = Clipped()
     graph = capture(model, (torch.randn(4, 4),), mean_square, sgd(list(model.parameters())))
-    bare = dataclasses.replace(graph, program=None)
-    with pytest.raises(InputError, match="can only be planned"):
-        compile_step(model, None, bare, *all_on(0)(graph), NAMES)
+    with pytest.raises(InputError, match="To run it, a captured step is needed"):
+        compile_step(model, None, graph.graph, *all_on(0)(graph), NAMES)
 
 
 def test_the_timeline_is_measured_when_asked() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from devplace import workloads
 from devplace.errors import ExecutionError, InputError
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.compile import compile_step
 from devplace.run.cuda import CudaExecutor
 from devplace.run.inputs import bind_inputs
@@ -69,7 +69,7 @@ def test_steps_equal_the_unplaced_one(name: str, make_optimizer: Any, num_device
     optimizer = make_optimizer(list(model.parameters()))
     graph = capture(model, batch, loss, optimizer)
     placed = place(graph, num_devices, "random")
-    report = check(graph, model, optimizer, batch, *placed, NAMES[:num_devices], steps=5)
+    report = check_step(graph, model, optimizer, batch, *placed, NAMES[:num_devices], steps=5)
     assert report.steps == 5
     assert report.is_bit_equal
 

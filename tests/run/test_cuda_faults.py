@@ -245,7 +245,7 @@ def executor_of(num_devices: int, **options: Any) -> CudaExecutor:
     graph = capture(model, batch, mean_square, adam(list(model.parameters())))
     schedule = make_schedule(graph, *random_placement(graph, num_devices, 0), NAMES[:num_devices])
     executor = CudaExecutor(schedule, **options)
-    values = {**ModelState(graph, model, graph.program.optimizer).read()}
+    values = {**ModelState(graph, model, graph.optimizer).read()}
     values.update(bind_inputs(graph, batch, {}))
     for op, record in enumerate(graph.ops):
         if record.is_source and op not in values:

@@ -14,7 +14,7 @@ from torch import nn
 from devplace import workloads
 from devplace.graph import OpGraph
 from devplace.kernels import fused
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.compile import compile_step
 from devplace.step_capture import capture
 from tests.run import gpus
@@ -50,7 +50,7 @@ class Training:
         placed = gpus.at_random(self.graph, count)
         names = gpus.names(count)
         step = (self.graph, self.model, self.optimizer, self.batch)
-        return check(*step, *placed, names, steps=steps).is_bit_equal
+        return check_step(*step, *placed, names, steps=steps).is_bit_equal
 
     def losses(self, count: int) -> list[float]:
         """Of three steps, at random on so many devices."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from devplace import workloads
 from devplace.errors import ExecutionError, PlanError
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor
 from devplace.run.cuda.routes import has_cpu_form
@@ -85,7 +85,7 @@ def test_mixed_steps_equal_the_unplaced_one(
     optimizer = make_optimizer(list(model.parameters()))
     graph = capture(model, batch, loss, optimizer)
     placed = mixed_placement(graph, names, 0)
-    report = check(graph, model, optimizer, batch, *placed, names, steps=5)
+    report = check_step(graph, model, optimizer, batch, *placed, names, steps=5)
     assert report.steps == 5
     assert report.num_transfers > 3
 
@@ -97,7 +97,7 @@ def test_mixed_workloads_equal_the_unplaced_step(name: str) -> None:
     optimizer = sgd(list(model.parameters()))
     graph = capture(model, batch, loss, optimizer)
     placed = mixed_placement(graph, MIXED, 1)
-    report = check(graph, model, optimizer, batch, *placed, MIXED, steps=3)
+    report = check_step(graph, model, optimizer, batch, *placed, MIXED, steps=3)
     assert report.steps == 3
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from devplace import workloads
 from devplace.graph import OpGraph
-from devplace.run.check import CheckReport, check
+from devplace.run.check import CheckReport, check_step
 from devplace.run.compile import Step, compile_step
 from devplace.step_capture import capture
 from tests.run import gpus
@@ -67,7 +67,7 @@ class Training:
 
     def check(self, placed: Any, count: int) -> CheckReport:
         names = gpus.names(count)
-        return check(
+        return check_step(
             self.graph, self.model, self.optimizer, self.batch, *placed, names, steps=STEPS
         )
 

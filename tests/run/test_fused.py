@@ -18,8 +18,8 @@ from devplace.graph.fusion.call import FusedCall
 from devplace.kernels import fused
 from devplace.machine import load_machine
 from devplace.problem import Problem
-from devplace.run import check_plan
-from devplace.run.check import CheckReport, check
+from devplace.run import check
+from devplace.run.check import CheckReport, check_step
 from devplace.run.compile import compile_step
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
@@ -83,13 +83,13 @@ def test_placed_fused_steps_equal_the_unplaced_ones(name: str) -> None:
 
     for count in (3,) if name in LARGE else (2, 3):
         placed = random_placement(graph, count, count)
-        require(check(graph, made.model, optimizer, made.inputs, *placed, NAMES[:count]))
+        require(check_step(graph, made.model, optimizer, made.inputs, *placed, NAMES[:count]))
     if name in LARGE:
         return
     machine = load_machine("cpux3")
     problem = Problem(graph, machine, Analytic()(graph, machine))
     plan = placers.place(problem, placers.Search(), "20ev").plan
-    require(check_plan(plan, graph, made.model, optimizer, made.inputs, steps=3))
+    require(check(graph, plan, made.inputs, steps=3))
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -155,7 +155,7 @@ def test_any_small_net_gives_the_unplaced_numbers(
     optimizer = make(list(net.parameters()))
     graph = capture(net, batch, mean_square, optimizer, chunks, clip_grad_norm=clip, fuse=True)
     placed = random_placement(graph, 3, seed)
-    assert check(graph, net, optimizer, batch, *placed, NAMES, seed=seed).is_bit_equal
+    assert check_step(graph, net, optimizer, batch, *placed, NAMES, seed=seed).is_bit_equal
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -178,7 +178,7 @@ def test_other_steps_give_the_plain_numbers_wherever_they_are(name: str) -> None
         unplaced_steps(graph, model, optimizer, batch),
         unplaced_steps(plain, model, optimizer, batch),
     )
-    assert check(graph, model, optimizer, batch, *at_random(1)(graph), NAMES).is_bit_equal
+    assert check_step(graph, model, optimizer, batch, *at_random(1)(graph), NAMES).is_bit_equal
 
 
 class Rotary(nn.Module):
@@ -205,7 +205,7 @@ def test_pairs_are_complex_numbers_on_every_device(fuse: bool) -> None:
     graph = capture(model, batch, mean_square, optimizer, fuse=fuse)
     for seed in range(4):
         placed = random_placement(graph, 3, seed)
-        assert check(graph, model, optimizer, batch, *placed, NAMES).is_bit_equal
+        assert check_step(graph, model, optimizer, batch, *placed, NAMES).is_bit_equal
 
 
 def trained(graph: OpGraph, model: Any, optimizer: Any, batch: Any) -> tuple[list[float], Any]:
@@ -241,7 +241,7 @@ def test_compiled_steps_give_the_numbers_up_to_rounding(monkeypatch: pytest.Monk
     model, batch = mlp(), (torch.randn(6, 8),)
     optimizer = adamw(model.parameters())
     graph = capture(model, batch, mean_square, optimizer, fuse=True)
-    report = check(graph, model, optimizer, batch, *random_placement(graph, 3, 0), NAMES)
+    report = check_step(graph, model, optimizer, batch, *random_placement(graph, 3, 0), NAMES)
     assert report.is_bit_equal
     losses, compiled = trained(graph, model, optimizer, batch)
     assert fused.failures() == {}
@@ -263,7 +263,7 @@ def test_compiled_steps_in_bfloat16_follow_eager() -> None:
     batch = (torch.randn(6, 8),)
     optimizer = sgd(list(model.parameters()))
     graph = capture(model, batch, mean_square, optimizer, autocast=torch.bfloat16, fuse=True)
-    assert check(graph, model, optimizer, batch, *at_random(1)(graph), NAMES).is_bit_equal
+    assert check_step(graph, model, optimizer, batch, *at_random(1)(graph), NAMES).is_bit_equal
     losses, compiled = trained(graph, model, optimizer, batch)
     assert fused.failures() == {}
 

@@ -14,7 +14,7 @@ import torch
 import devplace as dp
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.graph.fusion import fuse_for
-from devplace.run import check_plan
+from devplace.run import check
 from tests.step_capture.test_stacking import batches, token_loss, unrolled
 
 BATCH = (torch.linspace(-1, 1, 24).reshape(4, 6).double(), torch.tensor([0, 1, 2, 1]))
@@ -34,9 +34,13 @@ def make(width: int = 8) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def make_plan(model: Any, optimizer: Any, seed: int = 0) -> dp.Plan:
+def captured(model: Any, optimizer: Any) -> dp.graph.Captured:
+    """The step of one batch."""
+    return dp.capture(model, BATCH, loss_fn, optimizer)
+
+
+def make_plan(graph: dp.graph.Captured, seed: int = 0) -> dp.Plan:
     """A random placement on three logical CPU devices."""
-    graph = dp.capture(model, BATCH, loss_fn, optimizer)
     machine = dp.load_machine("cpux3")
     problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
     return dp.place(problem, dp.placers.Random(), budget="8ev", seed=seed).plan
@@ -51,11 +55,16 @@ def eager(model: Any, optimizer: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_a_plan_in_memory_needs_only_the_model(is_given: bool) -> None:
-    """Three steps of it equal three eager ones; the optimizer is the captured one unless given."""
+def test_a_captured_step_brings_model_and_optimizer(is_given: bool) -> None:
+    """Three steps of it equal three eager ones; others just like them can be given."""
     model, optimizer = make()
-    plan = make_plan(model, optimizer)
-    step = dp.compile(model, plan, optimizer=optimizer) if is_given else dp.compile(model, plan)
+    graph = captured(model, optimizer)
+    plan = make_plan(graph)
+    if is_given:
+        model, optimizer = make()
+        step = dp.compile(graph, plan, model=model, optimizer=optimizer)
+    else:
+        step = dp.compile(graph, plan)
     for _ in range(3):
         step(*BATCH)
     step.sync()
@@ -67,13 +76,15 @@ def test_a_plan_in_memory_needs_only_the_model(is_given: bool) -> None:
 
 
 def test_a_plan_from_a_file_runs_after_the_step_is_captured_again(tmp_path: Path) -> None:
-    """Without example inputs it is refused; with them it runs."""
+    """Without a captured step it is refused, whatever is given instead."""
     model, optimizer = make()
-    make_plan(model, optimizer).save(tmp_path / "plan.json")
+    graph = captured(model, optimizer)
+    make_plan(graph).save(tmp_path / "plan.json")
     plan = dp.load_plan(tmp_path / "plan.json")
-    with pytest.raises(InputError, match="example_inputs"):
-        dp.compile(model, plan, optimizer=optimizer)
-    step = dp.compile(model, plan, optimizer=optimizer, example_inputs=BATCH, loss_fn=loss_fn)
+    for other, what in ((graph.graph, "is data alone"), (model, "got Sequential")):
+        with pytest.raises(InputError, match=f"a captured step is needed.*{what}.*dp.capture"):
+            dp.compile(other, plan)  # type: ignore[arg-type]
+    step = dp.compile(captured(model, optimizer), plan)
     assert float(step(*BATCH)) > float(step(*BATCH))
     step.close()
 
@@ -82,7 +93,7 @@ def test_a_plan_file_still_fits_when_training_is_resumed(tmp_path: Path) -> None
     """Steps the optimizer has made are no part of the graph: the plan made before the first step
     runs on a loaded checkpoint, and goes on as eager training does."""
     model, optimizer = make()
-    make_plan(model, optimizer).save(tmp_path / "plan.json")
+    make_plan(captured(model, optimizer)).save(tmp_path / "plan.json")
     eager(model, optimizer, 3)
     expected, expected_optimizer = make()
     eager(expected, expected_optimizer, 5)
@@ -90,9 +101,7 @@ def test_a_plan_file_still_fits_when_training_is_resumed(tmp_path: Path) -> None
     resumed.load_state_dict(copy.deepcopy(model.state_dict()))
     resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     plan = dp.load_plan(tmp_path / "plan.json")
-    step = dp.compile(
-        resumed, plan, optimizer=resumed_optimizer, example_inputs=BATCH, loss_fn=loss_fn
-    )
+    step = dp.compile(captured(resumed, resumed_optimizer), plan)
     step(*BATCH)
     step(*BATCH)
     step.sync()
@@ -104,10 +113,10 @@ def test_a_plan_file_still_fits_when_training_is_resumed(tmp_path: Path) -> None
 def test_a_plan_for_another_width_is_refused() -> None:
     """The message says that shapes differ."""
     model, optimizer = make()
-    plan = make_plan(model, optimizer)
+    plan = make_plan(captured(model, optimizer))
     wider, other = make(width=9)
     with pytest.raises(PlanMismatchError, match="differ"):
-        dp.compile(wider, plan, optimizer=other, graph=dp.capture(wider, BATCH, loss_fn, other))
+        dp.compile(captured(wider, other), plan)
 
 
 @pytest.mark.parametrize("options", [{"clip_grad_norm": 0.01}, {"autocast": torch.bfloat16}])
@@ -123,12 +132,12 @@ def test_a_plan_from_a_file_runs_with_the_options_of_its_capture(
     problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
     dp.place(problem, dp.placers.Even(), budget="1ev").plan.save(tmp_path / "plan.json")
     plan = dp.load_plan(tmp_path / "plan.json")
-    given: Any = {"optimizer": optimizer, "example_inputs": batch, "loss_fn": loss_fn}
     with pytest.raises(PlanMismatchError, match=f"another step.*{next(iter(options))}"):
-        dp.compile(model, plan, **given)
-    with dp.compile(model, plan, graph=graph) as first:
+        dp.compile(dp.capture(model, batch, loss_fn, optimizer), plan)
+    with dp.compile(graph, plan) as first:
         expected = [float(first(*batch)) for _ in range(3)]
-    with dp.compile(model, plan, **given, **options) as step:
+    again = dp.capture(model, batch, loss_fn, optimizer, **options)
+    with dp.compile(again, plan) as step:
         assert [float(step(*batch)) for _ in range(3)] == expected
 
 
@@ -140,15 +149,15 @@ def test_a_plan_with_stacked_gradients_runs_with_that_option(tmp_path: Path) -> 
     machine = dp.load_machine("cpux2")
     problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
     plan = dp.place(problem, dp.placers.Even(), budget="1ev").plan
-    assert dp.run.check_plan(plan, graph, model, optimizer, batch).is_bit_equal
+    assert dp.check(graph, plan, batch).is_bit_equal
     plan.save(tmp_path / "plan.json")
-    given: Any = {"optimizer": optimizer, "example_inputs": batch, "loss_fn": token_loss}
-    with pytest.raises(PlanMismatchError, match="stack_gradients"):
-        dp.compile(model, dp.load_plan(tmp_path / "plan.json"), **given)
-    with dp.compile(model, plan, graph=graph) as first:
-        expected = [float(first(*batch)) for _ in range(3)]
     loaded = dp.load_plan(tmp_path / "plan.json")
-    with dp.compile(model, loaded, **given, stack_gradients=True) as step:
+    with pytest.raises(PlanMismatchError, match="stack_gradients"):
+        dp.compile(dp.capture(model, batch, token_loss, optimizer), loaded)
+    with dp.compile(graph, plan) as first:
+        expected = [float(first(*batch)) for _ in range(3)]
+    again = dp.capture(model, batch, token_loss, optimizer, stack_gradients=True)
+    with dp.compile(again, loaded) as step:
         assert [float(step(*batch)) for _ in range(3)] == expected
 
 
@@ -168,58 +177,52 @@ def test_a_fused_plan_with_pins_from_a_file_is_fused_around_them(
     problem = dp.Problem(parted, machine, dp.Analytic()(parted, machine), pins=pins)
     dp.place(problem, dp.placers.Even(), budget="1ev").plan.save(tmp_path / "plan.json")
     plan = dp.load_plan(tmp_path / "plan.json")
-    given: Any = {"optimizer": optimizer, "example_inputs": (x, y), "loss_fn": loss}
-    with dp.compile(model, plan, graph=parted) as first:
+    with dp.compile(parted, plan) as first:
         expected = [float(first(x, y)) for _ in range(3)]
-    with dp.compile(model, plan, **given, fuse=True) as step:
+    again = dp.capture(model, (x, y), loss, optimizer, fuse=True)
+    with dp.compile(again, plan) as step:
         assert [float(step(x, y)) for _ in range(3)] == expected
 
 
-def test_another_loss_than_the_plans_is_not_ignored() -> None:
-    """In the process that made the plan, too: the step is captured again, and fits or not."""
+def test_another_loss_than_the_plans_is_refused() -> None:
+    """Unless it computes the same."""
     model, optimizer = make()
-    plan = make_plan(model, optimizer)
+    plan = make_plan(captured(model, optimizer))
 
     def double(model: Any, x: Any, y: Any) -> Any:
         return 2 * loss_fn(model, x, y)
 
-    with pytest.raises(InputError, match="another loss function"):
-        dp.compile(model, plan, loss_fn=double)
-    with pytest.raises(PlanMismatchError, match="another step"):
-        dp.compile(model, plan, loss_fn=double, example_inputs=BATCH)
-
     def same(model: Any, x: Any, y: Any) -> Any:
         return torch.nn.functional.cross_entropy(model(x), y)
 
-    with dp.compile(model, plan, loss_fn=same, example_inputs=BATCH) as step:
+    with pytest.raises(PlanMismatchError, match="another step"):
+        dp.compile(dp.capture(model, BATCH, double, optimizer), plan)
+    with dp.compile(dp.capture(model, BATCH, same, optimizer), plan) as step:
         assert float(step(*BATCH)) > float(step(*BATCH))
-    with pytest.raises(InputError, match="clipping"):
-        dp.compile(model, plan, clip_grad_norm=1.0)
 
 
 def test_what_is_no_plan_is_told_apart() -> None:
     """A path, a result, or something else."""
-    model, optimizer = make()
-    plan = make_plan(model, optimizer)
+    graph = captured(*make())
+    plan = make_plan(graph)
     for given, way in (
         ("plan.json", r"dp\.load_plan\('plan\.json'\)"),
         (SimpleNamespace(plan=plan), r"result\.plan"),
         (3, "dp.place"),
     ):
         with pytest.raises(InputError, match=f"must be a dp.Plan, got .*{way}"):
-            dp.compile(model, given)  # type: ignore[arg-type]
+            dp.compile(graph, given)  # type: ignore[arg-type]
 
 
 def test_a_plan_with_other_op_names_is_not_run() -> None:
     """A plan is compiled and checked only with the step whose ops it names."""
-    model, optimizer = make()
-    plan = make_plan(model, optimizer)
-    graph = plan.problem.graph
+    graph = captured(*make())
+    plan = make_plan(graph)
     other = dataclasses.replace(plan, ops=("nonsense", *plan.ops[1:]), problem=None)
     with pytest.raises(PlanMismatchError, match="'nonsense' is not there"):
-        dp.compile(model, other, optimizer=optimizer, graph=graph)
+        dp.compile(graph, other)
     with pytest.raises(PlanMismatchError, match="'nonsense' is not there"):
-        check_plan(other, graph, model, optimizer, BATCH)
+        check(graph, other, BATCH)
     torn = dataclasses.replace(plan, placement=(0.5, *plan.placement[1:]))
     with pytest.raises(PlanError, match=r"is on device 0\.5"):
-        dp.compile(model, torn, optimizer=optimizer, graph=graph)
+        dp.compile(graph, torn)

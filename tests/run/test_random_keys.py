@@ -13,7 +13,7 @@ from devplace.auto.sources import step_sources
 from devplace.auto.timing import fill, time_plan
 from devplace.cost.graph_transport import pack, unpack
 from devplace.graph import OpGraph
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import CpuExecutor
 from devplace.run.schedule import make_schedule
@@ -109,7 +109,7 @@ def test_training_passes_the_check(micro_batches: int) -> None:
     model = noisy()
     optimizer = adam(list(model.parameters()))
     graph = capture(model, BATCH, mean_square, optimizer, micro_batches, fuse=True)
-    report = check(graph, model, optimizer, BATCH, *random_placement(graph, 3, 1), NAMES)
+    report = check_step(graph, model, optimizer, BATCH, *random_placement(graph, 3, 1), NAMES)
     assert report.is_bit_equal
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from devplace.errors import PlanMismatchError
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.compile import compile_step
 from devplace.step_capture import capture
 from tests.run.models import (
@@ -164,7 +164,7 @@ def test_s48_moved_dropout_verifies_but_a_mask_applied_twice_does_not() -> None:
     optimizer = sgd(list(model.parameters()))
     (batch,) = batches(4, 2, 6, 6, count=1)
     graph = capture(model, batch, mean_square, optimizer)
-    report = check(graph, model, optimizer, batch, *at_random(5)(graph), NAMES)
+    report = check_step(graph, model, optimizer, batch, *at_random(5)(graph), NAMES)
     assert report.is_bit_equal
     assert report.num_transfers > 0
 

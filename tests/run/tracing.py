@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from devplace.graph import Op, OpGraph, StepResult, Tensor
+from devplace.graph import Captured, Op, OpGraph, StepResult, Tensor
 from devplace.graph.program import Binding, Program
 
 VIEWS = ("view", "t", "transpose", "permute", "split", "select", "slice", "expand", "unsqueeze")
@@ -20,7 +20,7 @@ def trace(
     function: Callable[..., Sequence[Any]],
     sources: dict[str, tuple[str, Any]],
     results: Sequence[tuple[str, str]],
-) -> OpGraph:
+) -> Captured:
     """Graph of a function of tensors.
 
     Args:
@@ -88,7 +88,7 @@ def trace(
     program = Program(
         module, tuple(bindings), tensor_of, op_of, lambda step, groups: {}, random_ops
     )
-    return OpGraph("tiny", tuple(ops), tuple(tensors), kept_results, {}, program)
+    return Captured("tiny", tuple(ops), tuple(tensors), kept_results, program=program)
 
 
 def random_placement(

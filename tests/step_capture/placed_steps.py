@@ -23,7 +23,7 @@ def planned(graph: OpGraph) -> Any:
 def losses(model: Any, batch: Any, loss_fn: Any, optimizer: Any, **options: Any) -> list[float]:
     """Three losses of the placed step, whose results are then in model and optimizer."""
     graph = dp.capture(model, batch, loss_fn, optimizer, **options)
-    with dp.compile(model, planned(graph), optimizer=optimizer) as step:
+    with dp.compile(graph, planned(graph)) as step:
         found = [float(step(*batch)) for _ in range(3)]
         step.sync()
     return found

@@ -89,7 +89,7 @@ def test_a_step_takes_targets_of_other_lengths() -> None:
     plan = dp.place(problem, dp.placers.Random(), "3ev").plan
     for lengths in ([3, 2], [1, 3], [2, 0]):
         given = (*batch[:3], torch.tensor(lengths))
-        with dp.compile(net, plan) as step:
+        with dp.compile(graph, plan) as step:
             want = float(_with_lengths(net, *given).detach())
             assert float(step(*given)) == pytest.approx(want, rel=1e-12)
             step.sync()

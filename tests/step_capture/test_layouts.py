@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from devplace import workloads
 from devplace.graph import OpGraph
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
 from devplace.run.unplaced import run_unplaced
@@ -111,7 +111,7 @@ def test_numbers_are_the_same(name: str, config: dict[str, Any]) -> None:
     assert max(errors) < AMPLIFIED
     optimizer = sgd(list(made.model.parameters()))
     placed = random_placement(graph, 3, 0)
-    report = check(graph, made.model, optimizer, made.inputs, *placed, NAMES, steps=1)
+    report = check_step(graph, made.model, optimizer, made.inputs, *placed, NAMES, steps=1)
     assert report.worst.error < 1e-9
 
 

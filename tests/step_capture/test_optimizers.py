@@ -138,7 +138,7 @@ def test_a_schedule_changes_the_rate_of_a_traced_rule() -> None:
     model, other = net(), net()
     mine, theirs = (optim.NAdam(m.parameters(), lr=0.1) for m in (model, other))
     graph = dp.capture(model, batch(), loss, mine)
-    with dp.compile(model, planned(graph), optimizer=mine) as step:
+    with dp.compile(graph, planned(graph)) as step:
         for _ in range(3):
             theirs.zero_grad()
             want = loss(other, *batch())

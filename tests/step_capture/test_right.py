@@ -251,7 +251,8 @@ class Potential(nn.Module):
 def test_derivatives_by_inputs_at_inference(requires: bool) -> None:
     """Gradients are on where the model asks for them, as in eager mode."""
     model, at = Potential().eval(), torch.randn(8, 3).double().requires_grad_(requires)
-    with dp.compile(model, planned(dp.capture(model, at))) as step:
+    graph = dp.capture(model, at)
+    with dp.compile(graph, planned(graph)) as step:
         for got, want in zip(step(at), model(at), strict=True):
             torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
 
@@ -263,7 +264,8 @@ def test_derivatives_in_an_evaluation_of_the_loss() -> None:
         return m(at)[1].square().mean()
 
     model, at = Potential().eval(), torch.randn(8, 3).double()
-    with dp.compile(model, planned(dp.capture(model, at, loss))) as step:
+    graph = dp.capture(model, at, loss)
+    with dp.compile(graph, planned(graph)) as step:
         assert float(step(at)) == pytest.approx(float(loss(model, at)), rel=1e-12)
 
 
@@ -341,7 +343,8 @@ def test_operators_that_write_their_arguments_at_inference() -> None:
     """Without an optimizer, too."""
     model = Writes().eval()
     other, (x, _) = copy.deepcopy(model), rows()
-    with dp.compile(model, planned(dp.capture(model, x))) as step:
+    graph = dp.capture(model, x)
+    with dp.compile(graph, planned(graph)) as step:
         for _ in range(2):
             torch.testing.assert_close(step(x), other(x).detach(), rtol=0, atol=0)
         step.sync()
@@ -451,7 +454,8 @@ def test_objects_that_hold_tensors_are_outputs() -> None:
             return {"out": h, "cache": Cache([Layer(h), Layer(h + 1)]), "near": (spread,)}
 
     model, (x, _) = Cached().eval(), rows()
-    with dp.compile(model, planned(dp.capture(model, x))) as step:
+    graph = dp.capture(model, x)
+    with dp.compile(graph, planned(graph)) as step:
         got, want = step(x), model(x)
     assert type(got["cache"]) is Cache
     assert got["cache"].seen == 2

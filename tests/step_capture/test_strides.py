@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devplace.graph import OpGraph
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.compile import compile_step
 from devplace.step_capture import capture, strides
 from devplace.step_capture.analysis import tensors_in
@@ -251,7 +251,9 @@ def captured(name: str) -> tuple[Any, Any, Any, OpGraph]:
 
 
 def check_beside_eager(model: Any, x: Any, optimizer: Any, graph: OpGraph) -> None:
-    report = check(graph, model, optimizer, (x,), *random_placement(graph, 3, 0), NAMES, steps=1)
+    report = check_step(
+        graph, model, optimizer, (x,), *random_placement(graph, 3, 0), NAMES, steps=1
+    )
     assert not report.not_compared
     assert max(tensor.error for tensor in report.own) < 1e-9
 
@@ -298,7 +300,7 @@ def test_elements_of_sources_are_counted_as_at_capture(is_fused: bool, one_by_on
     optimizer = sgd(list(model.parameters()))
     graph = capture(model, (x, y), lambda m, x, y: m(x, y), optimizer, fuse=is_fused)
     placed = random_placement(graph, 3, 0)
-    report = check(graph, model, optimizer, (x, y), *placed, NAMES, steps=2)
+    report = check_step(graph, model, optimizer, (x, y), *placed, NAMES, steps=2)
     assert report.is_bit_equal
     assert all(tensor.error < 1e-12 for tensor in report.own)
     with compile_step(model, optimizer, graph, *placed, NAMES) as step:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import devplace as dp
 from devplace.errors import CaptureError
-from devplace.run.check import check
+from devplace.run.check import check_step
 
 FLOAT = torch.float64
 
@@ -75,7 +75,7 @@ def test_micro_batches_of_padded_labels_are_the_whole_batch(change: Any) -> None
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     graph = dp.capture(model, batch, loss_fn, sgd, 3)
     assert "unchecked" not in graph.meta
-    with dp.compile(model, planned(graph), optimizer=sgd) as step:
+    with dp.compile(graph, planned(graph)) as step:
         found = [float(step(*batch)) for _ in range(2)]
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     expected = []
@@ -112,7 +112,7 @@ def test_several_optimizers_are_compared_with_an_eager_step() -> None:
         torch.optim.RMSprop(model.second.parameters(), lr=0.01, momentum=0.9),
     ]
     graph = dp.capture(model, batch, loss_fn, both)
-    report = check(graph, model, both, batch, *random_placement(graph, 3, 0), NAMES, steps=2)
+    report = check_step(graph, model, both, batch, *random_placement(graph, 3, 0), NAMES, steps=2)
     assert report.not_compared == ""
     assert {"loss", "parameter", "state"} <= {each.role for each in report.own}
     assert max(each.error for each in report.own) < 1e-9
@@ -133,7 +133,7 @@ def test_derivatives_at_inference_are_compared_with_an_eager_call() -> None:
 
     model, (x, _) = Forces().double().eval(), rows()
     graph = dp.capture(model, x)
-    report = check(graph, model, None, x, *random_placement(graph, 3, 0), NAMES, steps=1)
+    report = check_step(graph, model, None, x, *random_placement(graph, 3, 0), NAMES, steps=1)
     assert report.not_compared == ""
     assert len(report.own) == 2
 
@@ -152,7 +152,7 @@ def test_checkpointed_dropout_trains_with_further_outputs() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     graph = dp.capture(model, batch, loss, sgd)
     assert len(set(graph.program.random_ops.values())) == 1
-    with dp.compile(model, planned(graph), optimizer=sgd) as step:
+    with dp.compile(graph, planned(graph)) as step:
         seen = [step(*batch) for _ in range(2)]
     assert all(float(each[0].isfinite()) and each[1]["out"].shape == (6, 3) for each in seen)
 

@@ -8,7 +8,7 @@ from tests.run import gpus
 from tests.run.models import Normed, mean_square
 from tests.run.placed import adam
 
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.cuda import executor
 from devplace.step_capture import capture
 from devplace.testing.one_gpu import one_gpu
@@ -24,7 +24,9 @@ def test_four_devices_on_one_gpu_give_the_unplaced_numbers() -> None:
     graph = capture(model, batch, mean_square, optimizer)
     names = tuple(f"cuda:{k}" for k in range(4))
     with gpus.deterministic(), one_gpu():
-        report = check(graph, model, optimizer, batch, *gpus.at_random(graph, 4), names, steps=5)
+        report = check_step(
+            graph, model, optimizer, batch, *gpus.at_random(graph, 4), names, steps=5
+        )
     assert report.is_bit_equal
     assert report.num_transfers > 0
 

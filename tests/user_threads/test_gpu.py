@@ -33,7 +33,7 @@ from torch import nn
 
 import devplace as dp
 from devplace.errors import VerificationError
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.run.compile import Step, compile_step
 from devplace.step_capture import capture
 
@@ -226,7 +226,7 @@ def test_s26_no_parameter_crosses_a_link_on_gpus() -> None:
     machine = dp.load_machine("cpux2" if gpus.ON_CPU else "h100x2")
     graph = capture(model, batch, mean_square, sgd(list(model.parameters())))
     result = dp.place(priced(graph, machine), dp.placers.Even(), "9ev")
-    step = dp.compile(model, result.plan)
+    step = dp.compile(graph, result.plan)
     step(*batch)
     puts = dict(step.executor.put_count)
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_s48_dropout_moved_between_gpus_verifies() -> None:
     optimizer = sgd(list(model.parameters()))
     graph = capture(model, batch, mean_square, optimizer)
     for place in (gpus.modules_on({"drop": 0}, default=1), gpus.modules_on({"drop": 1})):
-        report = check(graph, model, optimizer, batch, *place(graph, 2), gpus.names(2))
+        report = check_step(graph, model, optimizer, batch, *place(graph, 2), gpus.names(2))
         assert report.num_transfers > 0
         assert report.is_bit_equal
 
@@ -273,7 +273,7 @@ def test_s53_a_link_that_changes_data_is_found(monkeypatch: pytest.MonkeyPatch) 
         return push(changed(source), buffer, flag, epoch)
 
     def run(**faulty: Any) -> None:
-        check(graph, model, optimizer, batch, *placed, gpus.names(2), **faulty)
+        check_step(graph, model, optimizer, batch, *placed, gpus.names(2), **faulty)
 
     run()
     options = {} if gpus.ON_CPU else {"push": push}

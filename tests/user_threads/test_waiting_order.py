@@ -12,7 +12,7 @@ import devplace as dp
 from devplace.cost import CostTable
 from devplace.placers import Heft, Result, place
 from devplace.problem import Placement
-from devplace.run.check import check
+from devplace.run.check import check_step
 from devplace.simulator import simulate
 from devplace.testing import hand_machine
 from devplace.verify import verify_placement, verify_plan
@@ -68,4 +68,4 @@ def test_s62_a_plan_whose_devices_wait_is_verified_and_runs(tmp_path: Path) -> N
     plan = dp.load_plan(tmp_path / "plan.json")
     placed = (plan.placement, plan.order, plan.device_names)
     assert plan.order == result.placement.order
-    assert check(graph, model, optimizer, (x, y), *placed).is_bit_equal
+    assert check_step(graph, model, optimizer, (x, y), *placed).is_bit_equal

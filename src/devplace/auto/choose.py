@@ -17,7 +17,7 @@ from devplace.auto.ordinary import time_ordinary
 from devplace.auto.sources import step_sources
 from devplace.cost.worker_process import WorkerProcess
 from devplace.errors import InfeasibleError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.machine import Machine
 from devplace.placers import Placer, Result, Search, Single, place
 from devplace.problem import Problem
@@ -39,7 +39,7 @@ class Searched:
         result: Of its search.
     """
 
-    graph: OpGraph = field(repr=False)
+    graph: Captured = field(repr=False)
     result: Result
 
     @property
@@ -59,13 +59,13 @@ class Choice:
         notes: For the report.
     """
 
-    ranked: tuple[tuple[Candidate, OpGraph], ...]
+    ranked: tuple[tuple[Candidate, Captured], ...]
     confirmation: Confirmation | None
     notes: tuple[str, ...] = ()
 
 
 def search(
-    graphs: Sequence[OpGraph],
+    graphs: Sequence[Captured],
     machine: Machine,
     demands: Mapping[str, Any],
     placer: Placer | None,
@@ -164,7 +164,7 @@ def choose(
 def _learn(
     confirmation: Confirmation,
     searches: Sequence[Searched],
-    graph_of: Mapping[int, OpGraph],
+    graph_of: Mapping[int, Captured],
     clock: BudgetClock,
     tell: Tell,
 ) -> None:

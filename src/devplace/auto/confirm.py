@@ -13,6 +13,7 @@ from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.ordinary import Ordinary, time_ordinary
 from devplace.auto.sources import step_sources
 from devplace.errors import ExecutionError
+from devplace.graph import as_captured
 from devplace.placers import Result
 from devplace.plan import Plan
 from devplace.run.cpu import RETRY
@@ -203,7 +204,7 @@ def confirm(
     Raises:
         PlanMismatchError, InputError: Model or batch are not those of the captured step.
     """
-    graph = result.timeline.problem.graph
+    graph = as_captured(result.timeline.problem.graph, "To measure plans")
     sources = step_sources(graph, model, optimizer, inputs, kwargs)
     found = candidates(result)
     trials = [Trial(candidate.name, candidate.plan, graph, sources) for candidate in found]

@@ -13,7 +13,7 @@ from devplace.cost.graph_transport import pack
 from devplace.cost.sources import Source
 from devplace.cost.worker_process import COMMAND, WorkerProcess, new_key
 from devplace.errors import InputError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.plan import Plan
 from devplace.units import format_time
 
@@ -63,7 +63,7 @@ class Trial:
 
     name: str
     plan: Plan
-    graph: OpGraph = field(repr=False)
+    graph: Captured = field(repr=False)
     sources: Mapping[int, Source] = field(repr=False)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.timing import WARM_UP_S, StepTiming, median_ns, time_steps
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.run.own_step import own_loop
 from devplace.step_capture.batch import as_call, open_dataclasses
 from devplace.step_capture.refuse import unwrap
@@ -42,7 +42,11 @@ class Ordinary:
 
 
 def time_ordinary(
-    graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Mapping[str, Any] | None = None
+    graph: Captured,
+    model: Any,
+    optimizer: Any,
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Ordinary:
     """Time forward, backward and `optimizer.step` as PyTorch runs them, on the whole batch and on
     copies of all values; nothing of the user's is changed.

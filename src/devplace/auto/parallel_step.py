@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from devplace.auto.confirm import Confirmation
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.plan import Plan
 from devplace.run.compile import Step
 from devplace.run.timeline import MeasuredTimeline
@@ -30,7 +30,7 @@ class ParallelStep:
         self,
         step: Step,
         plan: Plan,
-        graph: OpGraph,
+        graph: Captured,
         confirmation: Confirmation | None,
         measured_ns: int | None,
         notes: tuple[str, ...],

@@ -28,7 +28,7 @@ from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.errors import CaptureError, ExecutionError, InputError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.fusion import fuse_for
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
@@ -39,7 +39,7 @@ from devplace.plan import Plan
 from devplace.problem.names import without_memory
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import RETRY
-from devplace.run.planned import check_plan
+from devplace.run.planned import check
 from devplace.run.schedule import is_cpu
 from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
@@ -202,7 +202,7 @@ class _Job:
     optimizer: Any
     inputs: Any
     kwargs: Mapping[str, Any] | None
-    capture: Callable[[int], OpGraph]
+    capture: Callable[[int], Captured]
     tell: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
 
@@ -211,9 +211,9 @@ class _Job:
         """What `step_sources` needs beside a graph."""
         return self.model, self.optimizer, self.inputs, self.kwargs
 
-    def capture_all(self, counts: Sequence[int], clock: BudgetClock) -> list[OpGraph]:
+    def capture_all(self, counts: Sequence[int], clock: BudgetClock) -> list[Captured]:
         """The step with each number of micro-batches, as long as there is time."""
-        graphs: list[OpGraph] = []
+        graphs: list[Captured] = []
         for count in counts:
             if graphs and clock.spent > CAPTURE_SHARE:
                 self.notes.append(f"{count} and more micro-batches not tried: no time to capture")
@@ -231,7 +231,7 @@ class _Job:
 
     def compile_kernels(
         self,
-        graphs: Sequence[OpGraph],
+        graphs: Sequence[Captured],
         machine: Machine,
         exclude: Sequence[str],
         compilers: Compilers | None,
@@ -291,13 +291,13 @@ class _Job:
             return ParallelStep(step, candidate.plan, graph, choice.confirmation, measured_ns, told)
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
 
-    def _verify(self, candidate: Candidate, graph: OpGraph, seed: int) -> None:
-        report = check_plan(
-            candidate.plan,
+    def _verify(self, candidate: Candidate, graph: Captured, seed: int) -> None:
+        report = check(
             graph,
-            self.model,
-            self.optimizer,
+            candidate.plan,
             self.inputs,
+            model=self.model,
+            optimizer=self.optimizer,
             kwargs=self.kwargs,
             steps=2,
             seed=seed,
@@ -305,7 +305,7 @@ class _Job:
         self.notes.append(report.beside_own)
 
     def _compiled(
-        self, candidate: Candidate, graph: OpGraph, seed: int, settles: bool
+        self, candidate: Candidate, graph: Captured, seed: int, settles: bool
     ) -> tuple[Step, int | None]:
         plan = candidate.plan
         step = compile_step(
@@ -362,7 +362,7 @@ def few_cores(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def in_eval_mode(graph: OpGraph) -> tuple[str, ...]:
+def in_eval_mode(graph: Captured) -> tuple[str, ...]:
     """A note where a model in eval mode is trained, as it is asked; else nothing."""
     if graph.meta["mode"] != "train" or graph.meta["training"]:
         return ()
@@ -372,7 +372,7 @@ def in_eval_mode(graph: OpGraph) -> tuple[str, ...]:
     )
 
 
-def could_stack(graph: OpGraph) -> tuple[str, ...]:
+def could_stack(graph: Captured) -> tuple[str, ...]:
     """A note where many products of weights' gradients could be made at once; else nothing."""
     spared = int(graph.meta.get("spared_by_stacking", 0))
     if spared < WORTH_STACKING:
@@ -384,7 +384,7 @@ def could_stack(graph: OpGraph) -> tuple[str, ...]:
     )
 
 
-def in_chunks(graph: OpGraph) -> tuple[str, ...]:
+def in_chunks(graph: Captured) -> tuple[str, ...]:
     """Notes on what micro-batches may have other than the whole batch."""
     notes = []
     if graph.meta.get("unchecked"):

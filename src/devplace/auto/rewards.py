@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.sources import Source
+from devplace.graph import as_captured
 from devplace.placers.margin_retry import with_priority
 from devplace.plan import make_plan
 from devplace.problem import Placement, Problem
@@ -35,6 +36,7 @@ class MeasuredSteps:
         self, problem: Problem, sources: Mapping[int, Source], *measurers: Measurer
     ) -> None:
         self._problem, self._sources = problem, sources
+        self._graph = as_captured(problem.graph, "To measure placements")
         self._free: SimpleQueue[Measurer] = SimpleQueue()
         for measurer in measurers:
             self._free.put(measurer)
@@ -69,7 +71,7 @@ class MeasuredSteps:
         assert placement.priority is not None
         timeline = simulate(self._problem, placement)
         plan = make_plan(timeline, placement.priority, {})
-        trial = Trial("sample", plan, self._problem.graph, self._sources)
+        trial = Trial("sample", plan, self._graph, self._sources)
         measurer = self._free.get()
         try:
             return timeline.makespan_ns, measurer.measure(trial)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from devplace.cost.sources import Source, source_of
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.seeds import RandomKeys
 from devplace.run.state import ModelState
@@ -16,7 +16,7 @@ __all__ = ["Source", "step_sources"]
 
 
 def step_sources(
-    graph: OpGraph,
+    graph: Captured,
     model: Any,
     optimizer: Any,
     inputs: Any,

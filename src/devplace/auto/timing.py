@@ -12,7 +12,7 @@ import torch
 
 from devplace.cost.sources import Source
 from devplace.files import alone
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.graph import BATCH_ON
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
 from devplace.run.schedule import Schedule, make_schedule
@@ -48,7 +48,7 @@ class StepTiming:
 
 
 def time_plan(
-    graph: OpGraph,
+    graph: Captured,
     placement: Sequence[int],
     order: Sequence[Sequence[int]],
     device_names: Sequence[str],
@@ -112,7 +112,7 @@ def gpu_names(schedule: Schedule) -> list[str]:
     return [name for name, some in named if some and name.startswith("cuda")]
 
 
-def batch_of(graph: OpGraph, sources: Mapping[int, Source]) -> dict[int, Any]:
+def batch_of(graph: Captured, sources: Mapping[int, Source]) -> dict[int, Any]:
     """A batch's inputs by source op, where the example lay: on the host, or on a GPU."""
     home = graph.meta.get(BATCH_ON, "cpu")
     inputs = {op: source for op, source in sources.items() if source.kind == "input"}

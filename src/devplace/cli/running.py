@@ -81,24 +81,18 @@ def run(
     plan = load_plan(path)
     session = reopen(plan, path, given, with_values=True)
     from devplace.auto.ordinary import time_ordinary
-    from devplace.run import check_plan
+    from devplace.graph import as_captured
+    from devplace.run import check
 
     problem = session.problem
     timeline = plan.timeline(problem)
     _compile_kernels(plan, session)
+    graph = as_captured(problem.graph, "To run it")
     with working("checking against the unplaced step"), prints_on_stderr():
-        report = check_plan(
-            plan,
-            problem.graph,
-            session.workload.model,
-            session.optimizer,
-            session.workload.inputs,
-            steps=steps,
-            seed=seed,
-        )
+        report = check(graph, plan, session.workload.inputs, steps=steps, seed=seed)
     with working("timing the ordinary step"), prints_on_stderr():
         workload = session.workload
-        own = time_ordinary(problem.graph, workload.model, session.optimizer, workload.inputs)
+        own = time_ordinary(graph, workload.model, session.optimizer, workload.inputs)
     with working("measuring"):
         ran = _measure(plan, session, steps, seed)
     notes = _keep(path, plan, ran.timeline)
@@ -173,18 +167,13 @@ class _Ran:
 def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
     """Steps one by one for their losses; quick ones more often, for their time."""
     from devplace.auto.timing import median_ns, time_steps
+    from devplace.graph import as_captured
     from devplace.run import compile
     from devplace.step_capture.loss import read_loss
 
     workload = session.workload
-    step = compile(
-        workload.model,
-        plan,
-        optimizer=session.optimizer,
-        graph=session.problem.graph,
-        seed=seed,
-        waits=False,
-    )
+    captured = as_captured(session.problem.graph, "To run it")
+    step = compile(captured, plan, seed=seed, waits=False)
     executor: Any = step.executor
 
     def once() -> Any:

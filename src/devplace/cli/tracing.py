@@ -14,6 +14,7 @@ from devplace.cli.measured import load_measured, measured_path
 from devplace.cli.session import Given, check_output, refuse_overwriting, reopen
 from devplace.errors import InputError, WriteError
 from devplace.files import write_whole
+from devplace.graph import Captured
 from devplace.plan import load_plan
 
 
@@ -75,7 +76,7 @@ def trace(path: Path, output: Path, given: Given, with_deviations: bool) -> Trac
 
     graph = session.problem.graph
     transfers: Sequence[Any] = ()  # those of a graph that can be run
-    if graph.program is not None:
+    if isinstance(graph, Captured):
         transfers = make_schedule(graph, plan.placement, plan.order, plan.device_names).transfers
     timeline = plan.timeline(session.problem)
     data = report.chrome_trace(timeline, measured, transfers)

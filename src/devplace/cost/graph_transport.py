@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from devplace.cost.sources import Source
 from devplace.errors import InputError
-from devplace.graph import OpGraph
+from devplace.graph import Captured, OpGraph
 from devplace.graph.fx_data import NodeData, graph_from_data, nodes_as_data
 from devplace.graph.program import Binding, Program
 
@@ -25,7 +24,7 @@ class _Sent:
     sources: dict[int, Source]
 
 
-def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
+def pack(graph: Captured, sources: Mapping[int, Source]) -> bytes:
     """A step with what its sources hold, as bytes.
 
     Args:
@@ -45,8 +44,7 @@ def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
         "device": program.device,
     }
     bindings = tuple((b.op, b.kind, b.key, b.slot) for b in program.bindings)
-    plain = dataclasses.replace(graph, program=None, plain=None)
-    sent = _Sent(plain, nodes_as_data(program.module.graph), bindings, facts, dict(sources))
+    sent = _Sent(graph.graph, nodes_as_data(program.module.graph), bindings, facts, dict(sources))
     try:
         return pickle.dumps(sent, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -56,7 +54,7 @@ def pack(graph: OpGraph, sources: Mapping[int, Source]) -> bytes:
         ) from error
 
 
-def unpack(data: bytes, keeps_unknown: bool = False) -> tuple[OpGraph, dict[int, Source]]:
+def unpack(data: bytes, keeps_unknown: bool = False) -> tuple[Captured, dict[int, Source]]:
     """What `pack` made bytes of; the program can be scheduled and run, not compiled.
 
     Args:
@@ -70,4 +68,8 @@ def unpack(data: bytes, keeps_unknown: bool = False) -> tuple[OpGraph, dict[int,
     bindings = tuple(Binding(op, kind, key, slot) for op, kind, key, slot in sent.bindings)  # type: ignore[arg-type]
     module = SimpleNamespace(graph=graph_from_data(sent.nodes, keeps_unknown))
     program = Program(module=module, bindings=bindings, scalars=lambda *_: {}, **sent.facts)
-    return dataclasses.replace(sent.graph, program=program), sent.sources
+    graph = sent.graph
+    found = Captured(
+        graph.name, graph.ops, graph.tensors, graph.results, graph.meta, program=program
+    )
+    return found, sent.sources

@@ -18,7 +18,7 @@ from devplace.cost.reuse import large_inputs
 from devplace.cost.signature import OpCall, op_calls
 from devplace.cost.timing import Timing
 from devplace.errors import CacheError, MeasuringError
-from devplace.graph import OpGraph
+from devplace.graph import Captured, OpGraph
 from devplace.units import NS_PER_S
 
 I64 = NDArray[np.int64]
@@ -32,12 +32,12 @@ SlowDown = Callable[[Sequence[OpCall], int], float]
 where it is repeated without a pause."""
 
 
-def workspaces(graph: OpGraph) -> I64:
+def workspaces(graph: Captured) -> I64:
     """Workspace of each op as the graph tells it, bytes. `[V]`"""
     return np.array([op.workspace_bytes for op in graph.ops], np.int64)
 
 
-def extreme_calls(graph: OpGraph) -> dict[int, tuple[OpCall, OpCall]]:
+def extreme_calls(graph: Captured) -> dict[int, tuple[OpCall, OpCall]]:
     """Op with large inputs -> its call with all of them in the cache, and with none."""
     every = {op: large_inputs(graph, op) for op in range(len(graph.ops))}
     large = {op: found for op, found in every.items() if found}
@@ -84,7 +84,7 @@ class Pricing:
 
     def price(
         self,
-        graph: OpGraph,
+        graph: Captured,
         calls: Mapping[int, OpCall],
         extremes: Mapping[int, tuple[OpCall, OpCall]],
         base_ns: I64,

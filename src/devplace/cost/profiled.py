@@ -18,7 +18,7 @@ from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
 from devplace.cost.worker_process import WorkerProcess
 from devplace.files import cache_folder
-from devplace.graph import OpGraph
+from devplace.graph import Captured, OpGraph
 from devplace.machine import Device, Machine
 from devplace.machine.detect import cpu_model
 
@@ -79,7 +79,7 @@ class Profiled:
             tells how times there change with the order.
         """
         table = self.base(graph, machine)
-        if graph.program is None:
+        if not isinstance(graph, Captured):
             return table
         child = self.child or WorkerProcess()
         try:
@@ -89,7 +89,7 @@ class Profiled:
                 child.end()
 
     def _measured(
-        self, graph: OpGraph, machine: Machine, table: CostTable, child: WorkerProcess
+        self, graph: Captured, machine: Machine, table: CostTable, child: WorkerProcess
     ) -> CostTable:
         fast = [column for column, device in enumerate(machine.devices) if device.kind == "gpu"]
         order = likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist())
@@ -130,7 +130,7 @@ class Profiled:
         )
         return measured.with_kernel_gap(self.kernel_gap_ns)
 
-    def _spot(self, device: Device, machine: Machine, graph: OpGraph) -> tuple[str, Spot] | None:
+    def _spot(self, device: Device, machine: Machine, graph: Captured) -> tuple[str, Spot] | None:
         """What times on a device depend on, and where they are taken; None if it is not here."""
         if device.kind == "gpu":
             is_here = graph.program.device == "cuda" and _is_here(device)
@@ -146,7 +146,7 @@ class Profiled:
 
 
 def _prepared(
-    graph: OpGraph,
+    graph: Captured,
     machine: Machine,
     skip: Sequence[str],
     tell: Callable[[str], None] | None = None,

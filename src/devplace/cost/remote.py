@@ -17,7 +17,7 @@ from devplace.cost.timing import Timing
 from devplace.cost.values import StepValues
 from devplace.cost.worker_process import WorkerProcess, new_key
 from devplace.errors import InputError, MeasuringError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 
 WARM_UP_S = 0.1
 TIME_LIMIT_S = 60.0
@@ -51,7 +51,7 @@ class RemoteTimer:
         child: The process; it is left as it is, but for what is of this step.
     """
 
-    def __init__(self, graph: OpGraph, spot: Spot, child: WorkerProcess) -> None:
+    def __init__(self, graph: Captured, spot: Spot, child: WorkerProcess) -> None:
         self._graph = graph
         self._step = b""
         self._key = new_key()

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from devplace.cost.reuse import NONE, ColdInputs, cold_inputs
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 
 
 class TensorSpec(NamedTuple):
@@ -49,7 +49,7 @@ class OpCall(NamedTuple):
 
 
 def op_calls(
-    graph: OpGraph, cold: ColdInputs | None = None, only: Collection[int] | None = None
+    graph: Captured, cold: ColdInputs | None = None, only: Collection[int] | None = None
 ) -> dict[int, OpCall]:
     """The call of every op that does some work, by op index.
 

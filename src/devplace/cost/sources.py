@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.program import may_be_indices
 
 MAX_VALUE_BYTES = 1 << 26
@@ -60,7 +60,7 @@ def source_of(kind: str, tensor: Any) -> Source:
     return Source(kind, tuple(tensor.shape), tuple(stride), _name(tensor.dtype), value)
 
 
-def example_sources(graph: OpGraph) -> dict[int, Source]:
+def example_sources(graph: Captured) -> dict[int, Source]:
     """Every source op of a captured step, with what the graph holds of its example.
 
     Args:

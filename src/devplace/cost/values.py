@@ -10,7 +10,7 @@ import torch
 from devplace.cost.measuring_worker import begin
 from devplace.cost.signature import INTEGERS
 from devplace.cost.sources import Source
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 
 MAX_FLOPS = {"cpu": 5 * 10**9, "cuda": 10**12}
 """Of floating-point ops that are run because integers depend on them: about 0.1 s or less."""
@@ -31,7 +31,7 @@ class StepValues:
         device: Where its ops are run: kernels of another type may give other integers.
     """
 
-    def __init__(self, graph: OpGraph, sources: Mapping[int, Source], device: Any) -> None:
+    def __init__(self, graph: Captured, sources: Mapping[int, Source], device: Any) -> None:
         self._graph = graph
         self._device = torch.device(device)
         program = graph.program

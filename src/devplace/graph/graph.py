@@ -160,8 +160,7 @@ class OpGraph:
         tensors: All tensors, in the order of the ops that make them.
         results: Values kept after the step.
         meta: Facts about the capture (optimizer, micro-batches, mode, device type), as plain JSON.
-        program: What is needed to run the graph; not part of the file form nor of equality.
-        plain: Of a fused graph, the one that was fused; likewise not part of either.
+        plain: Of a fused graph, the one that was fused; not part of the file form nor of equality.
 
     Raises:
         GraphError: Empty, not in topological order, dangling or duplicate tensors, bad sizes.
@@ -172,7 +171,6 @@ class OpGraph:
     tensors: tuple[Tensor, ...]
     results: tuple[StepResult, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
-    program: Any = field(default=None, compare=False, repr=False)
     plain: OpGraph | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -100,8 +100,6 @@ class Program:
             required gradients.
         buffers_shared: Other names of the same tensor (tied weights): name -> first name.
         device: torch device type of the capture (`cpu`, `cuda`).
-        optimizer: The optimizer given to capture; used when a step is compiled without one.
-        loss_fn: The loss function given to capture.
     """
 
     module: Any
@@ -122,8 +120,6 @@ class Program:
     trainable: Mapping[str, bool] = field(default_factory=dict)
     buffers_shared: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
-    optimizer: Any = None
-    loss_fn: Any = None
 
 
 def layouts_of(value: Any) -> Layouts:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+from devplace.graph.captured import Captured
 from devplace.graph.fusion.call import FusedCall
 from devplace.graph.graph import OpGraph
 from devplace.kernels.compilers import Compilers, Job, Tell, is_known, store_of
@@ -81,7 +82,7 @@ def any_compiled(device_type: str) -> bool:
 
 
 def _jobs(graph: OpGraph, devices: Sequence[str]) -> Iterator[Job]:
-    if graph.program is None:
+    if not isinstance(graph, Captured):
         return
     seen: set[Signature] = set()
     for node in graph.program.module.graph.nodes:

@@ -1,8 +1,8 @@
 """Placed steps on real devices: run them, measure them, check their numbers."""
 
-from devplace.run.check import CheckReport, check
+from devplace.run.check import CheckReport, check_step
 from devplace.run.compile import Step, compile_step
-from devplace.run.planned import check_plan, compile
+from devplace.run.planned import check, compile
 from devplace.run.timeline import MeasuredTimeline
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "MeasuredTimeline",
     "Step",
     "check",
-    "check_plan",
+    "check_step",
     "compile",
     "compile_step",
 ]

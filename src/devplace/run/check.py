@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from devplace.errors import VerificationError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.graph import StepResult
 from devplace.run.copies import clone_tensor
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
@@ -102,8 +102,8 @@ class CheckReport:
         return f"{len(self.own)} results of the first step are {equal} to those of an eager step"
 
 
-def check(
-    graph: OpGraph,
+def check_step(
+    graph: Captured,
     model: Any,
     optimizer: Any,
     inputs: Any,
@@ -159,7 +159,7 @@ def check(
 
 
 def compare_own(
-    graph: OpGraph,
+    graph: Captured,
     model: Any,
     optimizer: Any,
     inputs: Any,
@@ -169,7 +169,7 @@ def compare_own(
     """Compare the results of an unplaced step with those of the user's own, run eagerly.
 
     Args:
-        graph, model, optimizer, inputs, kwargs: As for `check`.
+        graph, model, optimizer, inputs, kwargs: As for `check_step`.
         find: Gives the results of the unplaced step.
 
     Returns:
@@ -215,7 +215,7 @@ def compare_own(
     return tuple(errors), ""
 
 
-def _coarsest(graph: OpGraph) -> float:
+def _coarsest(graph: Captured) -> float:
     """The largest limit of a dtype that the step computes in."""
     limit = max((LIMITS.get(tensor.dtype, 0.0) for tensor in graph.tensors), default=0.0)
     is_short = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
@@ -224,7 +224,7 @@ def _coarsest(graph: OpGraph) -> float:
     return limit
 
 
-def _without_rounding(graph: OpGraph, index: int, own: OwnStep, found: Any, limit: float) -> Any:
+def _without_rounding(graph: Captured, index: int, own: OwnStep, found: Any, limit: float) -> Any:
     """A new parameter with the user's own numbers where its gradient is nothing but rounding:
     optimizers that divide by its magnitude make a whole step of that."""
     result = graph.results[index]
@@ -241,7 +241,7 @@ class _Pair:
     """The placed and the unplaced step, each continuing from its own results."""
 
     def __init__(
-        self, graph: OpGraph, model: Any, optimizer: Any, seed: int, device: str = "cpu"
+        self, graph: Captured, model: Any, optimizer: Any, seed: int, device: str = "cpu"
     ) -> None:
         optimizer = as_one(optimizer)
         state = ModelState(graph, model, optimizer, invent_seed=seed)

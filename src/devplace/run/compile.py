@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.errors import ExecutionError, InputError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.program import Constant
 from devplace.kernels.prepare import prepare
 from devplace.run.captured import CapturedFacts, SharedValues
@@ -31,7 +31,7 @@ from devplace.step_capture.several import as_one, each_of
 def compile_step(
     model: Any,
     optimizer: Any,
-    graph: OpGraph,
+    graph: Captured,
     device_of_op: Sequence[int],
     order: Sequence[Sequence[int]],
     device_names: Sequence[str],
@@ -95,7 +95,7 @@ class Step:
         self,
         model: Any,
         optimizer: Any,
-        graph: OpGraph,
+        graph: Captured,
         executor: Executor,
         invent_seed: int | None = None,
     ) -> None:
@@ -278,7 +278,7 @@ class Step:
             )
 
 
-def _rebuild_output(graph: OpGraph, outcome: StepOutcome) -> Any:
+def _rebuild_output(graph: Captured, outcome: StepOutcome) -> Any:
     program = graph.program
     outputs = [k for k, result in enumerate(graph.results) if result.role in ("loss", "output")]
     if program.output_spec is None:

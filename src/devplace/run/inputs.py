@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.errors import InputError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.program import RANDOM_KEYS
 from devplace.run.copies import laid_out
 from devplace.step_capture.batch import (
@@ -24,7 +24,7 @@ from devplace.step_capture.batch import (
 from devplace.step_capture.guards.values import differs
 
 
-def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+def bind_inputs(graph: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
     """Tensors of a batch by source op, laid out in memory as at capture.
 
     Args:
@@ -62,7 +62,7 @@ def bind_inputs(graph: OpGraph, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return values
 
 
-def require_values(graph: OpGraph, values: Mapping[int, Any]) -> None:
+def require_values(graph: Captured, values: Mapping[int, Any]) -> None:
     """Refuse a batch of which a tensor is on the meta device.
 
     Raises:
@@ -78,7 +78,7 @@ def require_values(graph: OpGraph, values: Mapping[int, Any]) -> None:
 
 
 def bind_scalars(
-    graph: OpGraph, step: int, param_groups: Sequence[Mapping[str, Any]] | None
+    graph: Captured, step: int, param_groups: Sequence[Mapping[str, Any]] | None
 ) -> dict[int, Any]:
     """Zero-dimensional tensors of the step's scalars (learning rate ...) by source op.
 
@@ -172,7 +172,7 @@ def _leaf_name(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> st
     return [name for key, tree in trees for name in leaf_names(key, tree)][index]
 
 
-def _check(graph: OpGraph, op: int, name: str, value: Any) -> None:
+def _check(graph: Captured, op: int, name: str, value: Any) -> None:
     tensor = graph.tensors[graph.ops[op].outputs[0]]
     if not isinstance(value, torch.Tensor):
         raise InputError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.program import RANDOM_KEYS
 from devplace.step_capture.batch import as_call, open_dataclasses, open_objects
 from devplace.step_capture.guards.frames import left_alone
@@ -38,7 +38,7 @@ class OwnStep:
     gradients: Mapping[str, Any]
 
 
-def why_not_run(graph: OpGraph, model: Any, inputs: Any, kwargs: Any = None) -> str:
+def why_not_run(graph: Captured, model: Any, inputs: Any, kwargs: Any = None) -> str:
     """Why a captured step cannot be compared with the user's own; empty if it can."""
     program, model = graph.program, unwrap(model)
     for name in program.random_ops:
@@ -58,13 +58,15 @@ def why_not_run(graph: OpGraph, model: Any, inputs: Any, kwargs: Any = None) -> 
     return ""
 
 
-def run_own(graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any = None) -> OwnStep:
+def run_own(
+    graph: Captured, model: Any, optimizer: Any, inputs: Any, kwargs: Any = None
+) -> OwnStep:
     """Run one step eagerly on copies of all values: the whole batch, `torch.autograd`, and the
     optimizer's own `step`. Model, optimizer and random generators are as before.
 
     Args:
         graph: The captured step; tells the loss function, clipping and autocast.
-        model, optimizer, inputs, kwargs: As for `check`.
+        model, optimizer, inputs, kwargs: As for `check_step`.
     """
     model, optimizer = unwrap(model), as_one(optimizer)
     with _on_twins(graph, model) as (sources, twins, slots):
@@ -80,7 +82,7 @@ def run_own(graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any
 
 @contextlib.contextmanager
 def own_loop(
-    graph: OpGraph, model: Any, optimizer: Any, inputs: Any, kwargs: Any = None
+    graph: Captured, model: Any, optimizer: Any, inputs: Any, kwargs: Any = None
 ) -> Iterator[Callable[[], None]]:
     """The user's own step as something to call again and again: it trains copies of all values.
 
@@ -88,7 +90,7 @@ def own_loop(
 
     Args:
         graph: The captured step; tells the loss function, clipping and autocast.
-        model, optimizer, inputs, kwargs: As for `check`.
+        model, optimizer, inputs, kwargs: As for `check_step`.
     """
     model, optimizer = unwrap(model), as_one(optimizer)
     with _on_twins(graph, model) as (sources, twins, _):
@@ -110,11 +112,11 @@ def own_loop(
 
 
 @contextlib.contextmanager
-def _on_twins(graph: OpGraph, model: Any) -> Iterator[tuple[Sources, dict[str, Any], Slots]]:
+def _on_twins(graph: Captured, model: Any) -> Iterator[tuple[Sources, dict[str, Any], Slots]]:
     """The model with copies of its tensors in their places."""
     sources = find_sources(model)
     twins = _twins(sources)
-    with undisturbed(), left_alone(model, graph.program.loss_fn):
+    with undisturbed(), left_alone(model, graph.loss_fn):
         slots = Slots(model, sources)
         slots.put(list(twins.values()))
         yield sources, twins, slots
@@ -129,7 +131,7 @@ def _twins(sources: Sources) -> dict[str, Any]:
     }
 
 
-def _heads(graph: OpGraph, model: Any, inputs: Any, kwargs: Any) -> tuple[list[Any], Any]:
+def _heads(graph: Captured, model: Any, inputs: Any, kwargs: Any) -> tuple[list[Any], Any]:
     """Loss or outputs, detached; and the loss as it is."""
     program, mode = graph.program, graph.meta["mode"]
     args, named = as_call(inputs, kwargs)
@@ -141,7 +143,7 @@ def _heads(graph: OpGraph, model: Any, inputs: Any, kwargs: Any) -> tuple[list[A
         if mode == "inference":
             leaves = pytree.tree_leaves(open_objects(model(*args, **named)))
             return [each.detach() for each in leaves if isinstance(each, torch.Tensor)], None
-        loss = _one_number(loss_call(model, program.loss_fn)(*args, **named))
+        loss = _one_number(loss_call(model, graph.loss_fn)(*args, **named))
     return [loss.detach()], loss
 
 
@@ -156,7 +158,7 @@ def _one_number(returned: Any) -> Any:
 
 
 def _gradients(
-    graph: OpGraph, optimizer: Any, sources: Sources, twins: Mapping[str, Any], loss: Any
+    graph: Captured, optimizer: Any, sources: Sources, twins: Mapping[str, Any], loss: Any
 ) -> dict[str, Any]:
     """Of every parameter that the loss depends on; also put where the optimizer looks for it."""
     if optimizer is None:
@@ -210,7 +212,7 @@ def _own_optimizers(optimizer: Any, sources: Sources, twins: Mapping[str, Any]) 
 
 
 def _results(
-    graph: OpGraph, heads: list[Any], after: Mapping[str, Any], state: Mapping[Any, Any]
+    graph: Captured, heads: list[Any], after: Mapping[str, Any], state: Mapping[Any, Any]
 ) -> list[Any]:
     """Per result of the graph its value."""
     bindings = {binding.op: binding for binding in graph.program.bindings}

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from devplace.errors import InputError
-from devplace.graph import OpGraph
+from devplace.graph import Captured, OpGraph, as_captured
 from devplace.run.order import check_order
 
 InstructionKind = Literal["load", "call", "send", "receive"]
@@ -59,7 +58,7 @@ class Schedule:
         borrowed: Indices of results that share memory with a source and must be copied.
     """
 
-    graph: OpGraph
+    graph: Captured
     device_names: tuple[str, ...]
     device_of_op: tuple[int, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
@@ -103,22 +102,18 @@ def make_schedule(
     that no result replaces are held by every device that reads them and never cross.
 
     Args:
-        graph: The step; `graph.program` must be there.
+        graph: The captured step.
         device_of_op: Device index per op; views sit with their base, sources on their home.
             Shape `[V]`.
         order: Per device the indices of its ops (no sources, no views) in execution order.
         device_names: Names of the devices, shape `[D]`.
 
     Raises:
-        InputError: The graph has no program.
+        InputError: The graph is data alone.
         PlanError: The order misses, repeats or misplaces an op, or together with the data
             dependencies forms a cycle; the message names two ops.
     """
-    if graph.program is None:
-        raise InputError(
-            f"Graph {graph.name!r} was read from a file and can only be planned. Capture the model "
-            "in this process to run it."
-        )
+    graph = as_captured(graph, "To run it")
     facts = NodeFacts(graph, tuple(int(device) for device in device_of_op))
     check_order(graph, facts.device_of_op, order, tuple(device_names), facts.dependencies())
     found = _Lowering(facts, order, len(device_names), {})
@@ -146,7 +141,7 @@ def make_schedule(
 class NodeFacts:
     """What the graph says about each FX node."""
 
-    def __init__(self, graph: OpGraph, device_of_op: tuple[int, ...]) -> None:
+    def __init__(self, graph: Captured, device_of_op: tuple[int, ...]) -> None:
         program = graph.program
         self.graph = graph
         self.device_of_op = device_of_op

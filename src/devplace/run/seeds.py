@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.program import RANDOM_KEYS
 
 _MASK = (1 << 64) - 1
@@ -40,7 +40,7 @@ class RandomKeys:
         graph: The captured step; if nothing in it draws by a counter, there is none.
     """
 
-    def __init__(self, graph: OpGraph) -> None:
+    def __init__(self, graph: Captured) -> None:
         self._shapes = {
             binding.op: graph.tensors[graph.ops[binding.op].outputs[0]].shape
             for binding in graph.program.bindings

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from devplace.errors import InputError, PlanMismatchError
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.graph.program import Binding
 from devplace.run.copies import laid_out
 from devplace.step_capture.refuse import unwrap
@@ -42,7 +42,7 @@ class ModelState:
     """
 
     def __init__(
-        self, graph: OpGraph, model: Any, optimizer: Any = None, invent_seed: int | None = None
+        self, graph: Captured, model: Any, optimizer: Any = None, invent_seed: int | None = None
     ) -> None:
         self._graph = graph
         self.model = unwrap(model)
@@ -278,12 +278,12 @@ def invent(tensor: Any, kind: str, seed: int) -> Any:
     return values.to(tensor.dtype)
 
 
-def _update_of(graph: OpGraph) -> Any:
+def _update_of(graph: Captured) -> Any:
     """The captured optimizer, None if the step has none."""
     return getattr(graph.program.scalars, "__self__", None)
 
 
-def _steps_at_capture(graph: OpGraph) -> dict[str, int]:
+def _steps_at_capture(graph: Captured) -> dict[str, int]:
     """Parameter name -> steps its optimizer had made when the graph was captured."""
     update = _update_of(graph)
     return {name: rule.start for name, rule in update.rules.items()} if update else {}

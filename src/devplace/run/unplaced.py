@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from devplace.graph import OpGraph
+from devplace.graph import Captured
 from devplace.kernels import kernel_of
 from devplace.run.copies import as_traced
 from devplace.run.seeds import RandomKeys, call_with_default_generator, op_seed, takes_generator
 
 
 def run_unplaced(
-    graph: OpGraph, sources: Mapping[int, Any], seed: int, step: int, device: str = "cpu"
+    graph: Captured, sources: Mapping[int, Any], seed: int, step: int, device: str = "cpu"
 ) -> list[Any]:
     """Run the captured step node by node.
 

@@ -12,8 +12,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from devplace.errors import CaptureError
+from devplace.graph.captured import Captured
 from devplace.graph.fusion import fuse as fuse_graph
-from devplace.graph.graph import BATCH_ON, OpGraph
+from devplace.graph.graph import BATCH_ON
 from devplace.graph.program import RANDOM_KEYS
 from devplace.step_capture.batch import make_batch
 from devplace.step_capture.channels_last import lay_channels_last
@@ -78,7 +79,7 @@ def capture(
     device: str | None = None,
     progress: Progress | None = None,
     known: Known | None = None,
-) -> OpGraph:
+) -> Captured:
     """Capture one whole step: forward, backward and parameter update as one flat graph.
 
     With an optimizer it is a training step, with only a loss function an evaluation of the loss,

@@ -11,7 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
-from devplace.graph.graph import Op, OpGraph, Role, StepResult, Tensor
+from devplace.graph.captured import Captured
+from devplace.graph.graph import Op, Role, StepResult, Tensor
 from devplace.graph.program import Binding, Program, may_be_indices
 from devplace.step_capture.analysis import (
     count_flops,
@@ -232,8 +233,8 @@ class _Builder:
 
 def to_graph(
     gm: torch.fx.GraphModule, step: TracedStep, name: str, meta: Mapping[str, Any]
-) -> OpGraph:
-    """Build the OpGraph with its Program from a functional graph."""
+) -> Captured:
+    """Build the captured step from a functional graph."""
     inputs, outputs = drop_unused(gm, step)
     constants = bind_constants(gm)
     entries = inputs + [Input("constant", key) for key, _ in constants]
@@ -262,8 +263,17 @@ def to_graph(
     gm.graph.lint()
     gm.recompile()
     program = _program(gm, step, builder, bindings, meta)
-    return OpGraph(
-        name, tuple(builder.ops), tuple(builder.tensors), tuple(results), dict(meta), program
+    request = step.request
+    return Captured(
+        name,
+        tuple(builder.ops),
+        tuple(builder.tensors),
+        tuple(results),
+        dict(meta),
+        program=program,
+        model=request.model,
+        optimizer=request.optimizer,
+        loss_fn=request.loss_fn,
     )
 
 
@@ -308,8 +318,6 @@ def _program(
         trainable=_trainable(request),
         buffers_shared=dict(request.sources.shared),
         device=request.device_type,
-        optimizer=request.optimizer,
-        loss_fn=request.loss_fn,
     )
 
 

@@ -6,19 +6,25 @@ import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import overload
 
 import msgspec
 
+from devplace.graph.captured import Captured
 from devplace.graph.fusion.group import Group, Unit
 from devplace.graph.fusion.groups import Groups, Part, find_groups
 from devplace.graph.graph import Member, Op, OpGraph, StepResult, Tensor
 
 
+@overload
+def fuse(graph: Captured, part: Part | None = None) -> Captured: ...
+@overload
+def fuse(graph: OpGraph, part: Part | None = None) -> OpGraph: ...
 def fuse(graph: OpGraph, part: Part | None = None) -> OpGraph:
     """The same step with every group of `find_groups` as one op.
 
-    A pure function of the graph; the program, if there is one, is fused alike. Names of tensors and
-    results stay. What others read of a group is made by it; views of that are views as before.
+    A pure function of the graph; the program of a captured step is fused alike. Names of tensors
+    and results stay. What others read of a group is made by it; views of that are views as before.
 
     Args:
         graph: The step.
@@ -32,12 +38,20 @@ def fuse(graph: OpGraph, part: Part | None = None) -> OpGraph:
     kept = _kept_ops(graph, groups, found)
     units = _in_order(graph, groups, kept)
     fused, tensor_of = _records(graph, units)
-    program = None
-    if graph.program is not None:
-        from devplace.graph.fusion.program import fused_program
+    if not isinstance(graph, Captured):
+        return replace(fused, plain=graph)
+    from devplace.graph.fusion.program import fused_program
 
-        program = fused_program(graph, units, fused, tensor_of)
-    return replace(fused, program=program, plain=graph)
+    program = fused_program(graph, units, fused, tensor_of)
+    return replace(
+        graph,
+        ops=fused.ops,
+        tensors=fused.tensors,
+        results=fused.results,
+        meta=fused.meta,
+        plain=graph,
+        program=program,
+    )
 
 
 def _as_groups(graph: OpGraph, found: Groups) -> list[Group]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import overload
 
 from devplace.errors import GraphError
+from devplace.graph.captured import Captured
 from devplace.graph.fusion.fuse import fuse
 from devplace.graph.graph import OpGraph
 from devplace.graph.patterns import cut_by, pinned_part
 
 
+@overload
+def fuse_for(graph: Captured, pins: Mapping[str, str]) -> Captured: ...
+@overload
+def fuse_for(graph: OpGraph, pins: Mapping[str, str]) -> OpGraph: ...
 def fuse_for(graph: OpGraph, pins: Mapping[str, str]) -> OpGraph:
     """A fused graph in which no group holds ops that pins send to different devices, or to none.
 

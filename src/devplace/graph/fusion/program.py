@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from devplace.graph.captured import Captured
 from devplace.graph.fusion.call import FusedCall
 from devplace.graph.fusion.group import Group, Unit
 from devplace.graph.graph import OpGraph
@@ -25,7 +26,7 @@ _ANY_LAYOUT = {
 
 
 def fused_program(
-    graph: OpGraph, units: Sequence[Unit], fused: OpGraph, tensor_of: Mapping[int, int]
+    graph: Captured, units: Sequence[Unit], fused: OpGraph, tensor_of: Mapping[int, int]
 ) -> Program:
     """The program of a fused graph.
 
@@ -64,7 +65,7 @@ class _Nodes:
     of_tensor: Mapping[int, Any]
 
     @classmethod
-    def of(cls, graph: OpGraph) -> _Nodes:
+    def of(cls, graph: Captured) -> _Nodes:
         program = graph.program
         bindings = iter(program.bindings)
         of_op: dict[int, list[Any]] = {}
@@ -84,7 +85,7 @@ class _Nodes:
 
 
 class _Fusing:
-    def __init__(self, graph: OpGraph, fused: OpGraph, tensor_of: Mapping[int, int]) -> None:
+    def __init__(self, graph: Captured, fused: OpGraph, tensor_of: Mapping[int, int]) -> None:
         self.graph = torch.fx.Graph()
         self.tensor_of: dict[str, int] = {}
         self.op_of: dict[str, int] = {}

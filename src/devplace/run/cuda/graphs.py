@@ -35,8 +35,8 @@ from devplace.run.write_back import DeviceWrites
 
 
 @dataclass
-class _Captured:
-    """A captured step.
+class _Recorded:
+    """A step as CUDA graphs.
 
     Attributes:
         graphs: Device -> its graph.
@@ -218,15 +218,15 @@ class GraphRunner:
             copied = value.clone()
         return device.hand_over(copied)
 
-    def _capture_all(self, clocks: Mapping[int, Clock]) -> _Captured:
+    def _capture_all(self, clocks: Mapping[int, Clock]) -> _Recorded:
         gc.collect()
         torch.cuda.empty_cache()  # while a capture is on, nothing cached can be given back
-        step = _Captured()
+        step = _Recorded()
         for index, device in self._devices.items():
             step.graphs[index] = self._capture_somehow(device, step, clocks.get(index))
         return step
 
-    def _capture_somehow(self, device: CudaDevice, step: _Captured, clock: Clock | None) -> Any:
+    def _capture_somehow(self, device: CudaDevice, step: _Recorded, clock: Clock | None) -> Any:
         """Capture with one arena after the other until one does."""
         arenas = self._arenas_of(device)
         for arena in arenas[:-1]:
@@ -241,7 +241,7 @@ class GraphRunner:
         return self._capture(device, step, clock, arenas[-1])
 
     def _capture(
-        self, device: CudaDevice, step: _Captured, clock: Clock | None, arena: Arena
+        self, device: CudaDevice, step: _Recorded, clock: Clock | None, arena: Arena
     ) -> Any:
         with device.current():  # it makes a context on the current device
             graph = torch.cuda.CUDAGraph()
@@ -275,7 +275,7 @@ class GraphRunner:
         return choose_arenas(large, small, allowed_bytes(device))
 
     def _record(
-        self, device: CudaDevice, random: RandomOps, step: _Captured, clock: Clock | None
+        self, device: CudaDevice, random: RandomOps, step: _Recorded, clock: Clock | None
     ) -> None:
         schedule = self._mailroom.schedule
         carrier = FlagCarrier(self._mailroom, device, self._joins, clock)
