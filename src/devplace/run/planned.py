@@ -21,7 +21,7 @@ _MADE_FOR = (
 
 
 def compile(
-    captured: Captured,
+    captured: Captured | Any,
     plan: Plan,
     *,
     model: Any = None,
@@ -34,7 +34,8 @@ def compile(
 
     Args:
         captured: The step that was planned, of `capture`; for a plan from a file, captured again in
-            the same way. Fused groups are parted around the pins of the plan.
+            the same way. Fused groups are parted around the pins of the plan. With a plan that was
+            made in this process its model does as well.
         plan: The plan.
         model, optimizer: In place of those that were captured, and just like them; the optimizer's
             present learning rates are used at every step.
@@ -51,9 +52,9 @@ def compile(
         InputError: No plan, or no captured step.
     """
     _check_plan(plan)
-    found = _matching(captured, plan, "To compile a plan")
+    found, own_model = _matching(captured, plan, "To compile a plan")
     return compile_step(
-        found.model if model is None else model,
+        own_model if model is None else model,
         found.optimizer if optimizer is None else optimizer,
         found,
         plan.placement,
@@ -67,7 +68,7 @@ def compile(
 
 
 def check(
-    captured: Captured,
+    captured: Captured | Any,
     plan: Plan,
     inputs: Any,
     *,
@@ -90,10 +91,10 @@ def check(
         PlanMismatchError: The step is not the plan's.
     """
     _check_plan(plan)
-    found = _matching(captured, plan, "To check a plan")
+    found, own_model = _matching(captured, plan, "To check a plan")
     return check_step(
         found,
-        found.model if model is None else model,
+        own_model if model is None else model,
         found.optimizer if optimizer is None else optimizer,
         inputs,
         plan.placement,
@@ -105,11 +106,15 @@ def check(
     )
 
 
-def _matching(captured: Captured, plan: Plan, purpose: str) -> Captured:
-    """The captured step, fused around the pins of the plan, which must be made for it."""
-    found = fuse_for(as_captured(captured, purpose), plan.request.get("pins", {}))
+def _matching(given: Any, plan: Plan, purpose: str) -> tuple[Captured, Any]:
+    """The captured step, fused around the pins of the plan, which must be made for it; and its
+    model, or the one that was given instead."""
+    own = plan.problem.graph if plan.problem is not None else None
+    is_model = isinstance(own, Captured) and not isinstance(given, OpGraph) and callable(given)
+    captured = as_captured(own if is_model and own is not None else given, purpose)
+    found = fuse_for(captured, plan.request.get("pins", {}))
     check_graph(plan, found)
-    return found
+    return found, given if is_model else found.model
 
 
 def check_graph(plan: Plan, graph: OpGraph) -> None:

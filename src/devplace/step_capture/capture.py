@@ -133,7 +133,7 @@ def capture(
             to find out again what is the same. The model must stay as it is meanwhile.
 
     Returns:
-        The graph; its `program` is what the run room needs.
+        The graph, with what is needed to run it.
 
     Raises:
         CaptureError: The step cannot be one graph, or micro-batches give another loss or other
