@@ -84,7 +84,13 @@ $(DONE)/torch: FORCE $(BIN)/python
 	  else echo "Keeping the torch that .venv has"; fi; \
 	  echo '$(TORCH)' > $@; fi
 
-$(DONE)/package: pyproject.toml $(NATIVE) $(DONE)/torch
+# Rewritten only when modules have come, gone or moved: an editable installation knows each by name.
+$(DONE)/modules: FORCE $(BIN)/python
+	@mkdir -p $(DONE)
+	@find src -name '*.py' | LC_ALL=C sort > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(DONE)/package: pyproject.toml $(NATIVE) $(DONE)/torch $(DONE)/modules
 	@echo "Installing devplace with its native simulator"
 	@$(PIP) --editable .
 	@$(BIN)/python -c 'from devplace.simulator import native_module as native; \

@@ -57,7 +57,7 @@ from devplace.run.executors import make_executor
 from devplace.run.schedule import make_schedule
 from devplace.simulator.in_order import simulate_in_order
 from devplace.step_capture import capture
-from devplace.step_capture.chunks import Known
+from devplace.step_capture.micro_batches.chunks import Known
 
 SHARES = (0.1, 0.3, 0.6, 1.0)
 """Parts of the modules that a perturbed placement moves."""

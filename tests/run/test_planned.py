@@ -15,7 +15,7 @@ import devplace as dp
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.graph.fusion import fuse_for
 from devplace.run import check
-from tests.step_capture.test_stacking import batches, token_loss, unrolled
+from tests.step_capture.rewrites.test_stacking import batches, token_loss, unrolled
 
 BATCH = (torch.linspace(-1, 1, 24).reshape(4, 6).double(), torch.tensor([0, 1, 2, 1]))
 

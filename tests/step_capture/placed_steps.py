@@ -10,7 +10,7 @@ import torch
 
 import devplace as dp
 from devplace.graph import OpGraph
-from devplace.step_capture.several import as_one, each_of
+from devplace.step_capture.optimizers.several import as_one, each_of
 
 
 def planned(graph: OpGraph) -> Any:

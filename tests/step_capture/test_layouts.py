@@ -21,8 +21,9 @@ from devplace.run.check import check_step
 from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
 from devplace.run.unplaced import run_unplaced
-from devplace.step_capture import capture, channels_last, padding
+from devplace.step_capture import capture
 from devplace.step_capture.layouts import propagate
+from devplace.step_capture.rewrites import channels_last, padding
 from devplace.step_capture.tags import Tag
 
 aten = torch.ops.aten

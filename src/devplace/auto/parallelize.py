@@ -43,10 +43,10 @@ from devplace.run.planned import check
 from devplace.run.schedule import is_cpu
 from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
-from devplace.step_capture.chunks import Known
-from devplace.step_capture.cutting import BatchDims
+from devplace.step_capture.micro_batches.chunks import Known
+from devplace.step_capture.micro_batches.cutting import BatchDims
+from devplace.step_capture.optimizers.several import as_one
 from devplace.step_capture.refuse import unwrap
-from devplace.step_capture.several import as_one
 from devplace.units import format_time
 
 MICRO_BATCHES = (1, 2, 4, 8)

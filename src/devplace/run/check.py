@@ -21,7 +21,7 @@ from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState, invent
 from devplace.run.unplaced import run_unplaced
 from devplace.step_capture.batch import as_call
-from devplace.step_capture.several import as_one
+from devplace.step_capture.optimizers.several import as_one
 
 # Largest |placed - unplaced| allowed, as a share of the tensor's largest magnitude. Other strides
 # after a copy can choose other matmul kernels; Adam amplifies rounding where gradients are near 0.

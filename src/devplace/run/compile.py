@@ -25,7 +25,7 @@ from devplace.run.schedule import make_schedule
 from devplace.run.stale import StaleGuard
 from devplace.run.state import ModelState
 from devplace.run.timeline import MeasuredTimeline
-from devplace.step_capture.several import as_one, each_of
+from devplace.step_capture.optimizers.several import as_one, each_of
 
 
 def compile_step(

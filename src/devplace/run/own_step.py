@@ -18,8 +18,8 @@ from devplace.graph.program import RANDOM_KEYS
 from devplace.step_capture.batch import as_call, open_dataclasses, open_objects
 from devplace.step_capture.guards.frames import left_alone
 from devplace.step_capture.loss import loss_call
+from devplace.step_capture.optimizers.several import as_one, each_of
 from devplace.step_capture.refuse import unwrap
-from devplace.step_capture.several import as_one, each_of
 from devplace.step_capture.sources import Slots, Sources, find_sources
 from devplace.step_capture.trace_context import undisturbed
 

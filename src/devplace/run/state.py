@@ -11,8 +11,8 @@ from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import Captured
 from devplace.graph.program import Binding
 from devplace.run.copies import laid_out
+from devplace.step_capture.optimizers.several import as_one, kind_of, owner_of
 from devplace.step_capture.refuse import unwrap
-from devplace.step_capture.several import as_one, kind_of, owner_of
 
 STORED_KINDS = ("parameter", "buffer", "state", "constant")
 

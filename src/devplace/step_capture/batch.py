@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.errors import CaptureError
-from devplace.step_capture.cutting import BatchDims, cut_inputs
+from devplace.step_capture.micro_batches.cutting import BatchDims, cut_inputs
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _MAX_OBJECTS = 1000

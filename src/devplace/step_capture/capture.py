@@ -17,24 +17,20 @@ from devplace.graph.fusion import fuse as fuse_graph
 from devplace.graph.graph import BATCH_ON
 from devplace.graph.program import RANDOM_KEYS
 from devplace.step_capture.batch import make_batch
-from devplace.step_capture.channels_last import lay_channels_last
-from devplace.step_capture.chunk_loss import is_sum
-from devplace.step_capture.chunks import Known, trace_chunks
 from devplace.step_capture.cleanup import cast_weights_once, clean, drop_last_results
-from devplace.step_capture.compare import compared_graph
 from devplace.step_capture.convert import to_graph
-from devplace.step_capture.counter_random import draw_by_counter
-from devplace.step_capture.cross_entropy import direct_cross_entropy
-from devplace.step_capture.cutting import BatchDims, named_dims
 from devplace.step_capture.functionalize import make_functional
 from devplace.step_capture.guards.frames import Frames
 from devplace.step_capture.guards.twice import DifferentError
 from devplace.step_capture.guards.values import shown
 from devplace.step_capture.layouts import own_memory
 from devplace.step_capture.loss import is_torch_loss, loss_call
-from devplace.step_capture.optimizers import Update, make_update
-from devplace.step_capture.padding import pad_products
-from devplace.step_capture.recompute import recompute
+from devplace.step_capture.micro_batches.chunk_loss import is_sum
+from devplace.step_capture.micro_batches.chunks import Known, trace_chunks
+from devplace.step_capture.micro_batches.compare import compared_graph
+from devplace.step_capture.micro_batches.cutting import BatchDims, named_dims
+from devplace.step_capture.optimizers.rules import Update, make_update
+from devplace.step_capture.optimizers.several import as_one
 from devplace.step_capture.refuse import (
     GradientsNeededError,
     explain,
@@ -46,12 +42,16 @@ from devplace.step_capture.refuse import (
     unwrap,
 )
 from devplace.step_capture.request import CaptureRequest, Input
-from devplace.step_capture.several import as_one
+from devplace.step_capture.rewrites.channels_last import lay_channels_last
+from devplace.step_capture.rewrites.counter_random import draw_by_counter
+from devplace.step_capture.rewrites.cross_entropy import direct_cross_entropy
+from devplace.step_capture.rewrites.padding import pad_products
+from devplace.step_capture.rewrites.recompute import recompute
+from devplace.step_capture.rewrites.splitting import split_convolution_gradients
+from devplace.step_capture.rewrites.stacking import num_spared_products
+from devplace.step_capture.rewrites.stacking import stack_gradients as stack
+from devplace.step_capture.rewrites.stacking_inputs import stack_inputs as join_products
 from devplace.step_capture.sources import Sources, find_sources
-from devplace.step_capture.splitting import split_convolution_gradients
-from devplace.step_capture.stacking import num_spared_products
-from devplace.step_capture.stacking import stack_gradients as stack
-from devplace.step_capture.stacking_inputs import stack_inputs as join_products
 from devplace.step_capture.step import TracedStep
 from devplace.step_capture.tags import Tagger, resolve_unknown
 from devplace.step_capture.trace_context import trace_settings, undisturbed

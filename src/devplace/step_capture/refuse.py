@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from devplace.errors import CaptureError
 from devplace.step_capture.analysis import mutates, results, view_bases, written_by
 from devplace.step_capture.eagerly import NotTriedError, eager_error
-from devplace.step_capture.several import each_of
+from devplace.step_capture.optimizers.several import each_of
 from devplace.step_capture.sources import memory
 from devplace.step_capture.step import TracedStep
 from devplace.step_capture.tags import Tagger, describe_place, is_user_file

@@ -11,8 +11,8 @@ import torch
 from devplace.graph.graph import ResultRole
 from devplace.graph.program import BindingKind
 from devplace.step_capture.batch import Batch
-from devplace.step_capture.chunk_loss import Whole
-from devplace.step_capture.optimizers import Update
+from devplace.step_capture.micro_batches.chunk_loss import Whole
+from devplace.step_capture.optimizers.rules import Update
 from devplace.step_capture.sources import Sources
 
 

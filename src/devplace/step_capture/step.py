@@ -16,7 +16,6 @@ from devplace.errors import CaptureError
 from devplace.graph.program import Constant
 from devplace.step_capture.assigned import data_written, masks_written, refuse_other_buffers
 from devplace.step_capture.batch import check_leaf, leaf_names, open_objects
-from devplace.step_capture.chunk_loss import Counts, UnequalCountsError, joined
 from devplace.step_capture.ctc import lengths_in_tensors
 from devplace.step_capture.fakes import Fakes, windows_trusted
 from devplace.step_capture.guards.frames import Frames, left_alone
@@ -28,6 +27,7 @@ from devplace.step_capture.loss import (
     refuse_learned_weight,
     refuse_lost_gradients,
 )
+from devplace.step_capture.micro_batches.chunk_loss import Counts, UnequalCountsError, joined
 from devplace.step_capture.moved import modules_stay
 from devplace.step_capture.request import CaptureRequest, Input, Output, source_name
 from devplace.step_capture.sources import Slots

@@ -23,7 +23,7 @@ from devplace.step_capture.writes import write_node
 
 UNKNOWN = "?"
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LOSSES = os.path.join(_PACKAGE, "chunk_loss.py")  # lies between the user's code and torch
+_LOSSES = os.path.join(_PACKAGE, "micro_batches", "chunk_loss.py")  # between user code and torch
 _GUARDS = os.path.join(_PACKAGE, "guards") + os.sep  # between a step's functions and its ops
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from devplace.step_capture.layouts import fake_call
-from devplace.step_capture.stacking import after
+from devplace.step_capture.rewrites.stacking import after
+from devplace.step_capture.rewrites.waits import Waits, levels
 from devplace.step_capture.tags import Tag
-from devplace.step_capture.waits import Waits, levels
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten

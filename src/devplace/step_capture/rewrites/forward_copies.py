@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 
 from devplace.step_capture.cleanup import remove_dead
-from devplace.step_capture.min_cut import Wanted
-from devplace.step_capture.readers import Readers
+from devplace.step_capture.rewrites.min_cut import Wanted
+from devplace.step_capture.rewrites.readers import Readers
 
 Node: TypeAlias = torch.fx.Node
 

@@ -21,7 +21,7 @@ from devplace.step_capture.analysis import (
     tensors_in,
     view_bases,
 )
-from devplace.step_capture.attention import attention
+from devplace.step_capture.micro_batches.attention import attention
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten

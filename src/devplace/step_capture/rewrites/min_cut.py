@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from devplace.step_capture.analysis import reads_rows_only
-from devplace.step_capture.readers import Readers, num_bytes
+from devplace.step_capture.rewrites.readers import Readers, num_bytes
 
 Node: TypeAlias = torch.fx.Node
 Arc: TypeAlias = tuple[int, int, int]  # from, to, capacity

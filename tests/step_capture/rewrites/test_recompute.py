@@ -22,8 +22,8 @@ from devplace.graph import OpGraph
 from devplace.run.unplaced import run_unplaced
 from devplace.step_capture import capture
 from devplace.step_capture.analysis import is_fusible, view_bases
-from devplace.step_capture.min_cut import cheapest_cut
-from devplace.step_capture.recompute import recompute
+from devplace.step_capture.rewrites.min_cut import cheapest_cut
+from devplace.step_capture.rewrites.recompute import recompute
 from devplace.step_capture.tags import Tag
 
 Case = tuple[nn.Module, Any, Callable[..., Any]]

@@ -15,7 +15,7 @@ from torch import nn
 from devplace.errors import CaptureError
 from devplace.graph.serialize import to_json
 from devplace.step_capture import capture
-from devplace.step_capture.chunks import Known
+from devplace.step_capture.micro_batches.chunks import Known
 from devplace.step_capture.step import TracedStep
 
 Loss = Callable[..., torch.Tensor]

@@ -14,9 +14,16 @@ from typing import TypeAlias
 
 import torch
 
-from devplace.step_capture.copies import Copies
-from devplace.step_capture.min_cut import Arc, Network, Wanted, cheapest_cut, is_late, is_update
-from devplace.step_capture.readers import Readers, num_bytes
+from devplace.step_capture.rewrites.forward_copies import Copies
+from devplace.step_capture.rewrites.min_cut import (
+    Arc,
+    Network,
+    Wanted,
+    cheapest_cut,
+    is_late,
+    is_update,
+)
+from devplace.step_capture.rewrites.readers import Readers, num_bytes
 
 Node: TypeAlias = torch.fx.Node
 

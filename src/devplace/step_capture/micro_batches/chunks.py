@@ -12,11 +12,17 @@ import torch
 
 from devplace.errors import CaptureError
 from devplace.step_capture.analysis import is_random, results
-from devplace.step_capture.blame import Difference, ancestors, first_difference
-from devplace.step_capture.chunk_loss import Whole
-from devplace.step_capture.compare import ExampleValues, Numbers, difference, numbers, part
-from devplace.step_capture.evaluate import KernelError, NotEvaluatedError
 from devplace.step_capture.guards.frames import Frames
+from devplace.step_capture.micro_batches.blame import Difference, ancestors, first_difference
+from devplace.step_capture.micro_batches.chunk_loss import Whole
+from devplace.step_capture.micro_batches.compare import (
+    ExampleValues,
+    Numbers,
+    difference,
+    numbers,
+    part,
+)
+from devplace.step_capture.micro_batches.evaluate import KernelError, NotEvaluatedError
 from devplace.step_capture.refuse import NotInChunksError
 from devplace.step_capture.request import CaptureRequest
 from devplace.step_capture.step import TracedStep

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from devplace.step_capture.evaluate import (
+from devplace.step_capture.micro_batches.evaluate import (
     KernelError,
     NotEvaluatedError,
     check_indices,

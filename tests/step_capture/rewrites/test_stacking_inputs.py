@@ -22,10 +22,10 @@ from torch import nn
 from devplace import workloads
 from devplace.graph import OpGraph
 from devplace.step_capture import capture
-from devplace.step_capture import stacking_inputs as module
 from devplace.step_capture.cleanup import clean
-from devplace.step_capture.stacking_inputs import stack_inputs
-from devplace.step_capture.waits import Waits
+from devplace.step_capture.rewrites import stacking_inputs as module
+from devplace.step_capture.rewrites.stacking_inputs import stack_inputs
+from devplace.step_capture.rewrites.waits import Waits
 
 aten = torch.ops.aten
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from devplace.errors import CaptureError
-from devplace.step_capture.own_step import FORMS, KINDS, Fresh, fresh_state, own_step
-from devplace.step_capture.several import each_of, kind_of
+from devplace.step_capture.optimizers.several import each_of, kind_of
+from devplace.step_capture.optimizers.traced import FORMS, KINDS, Fresh, fresh_state, own_step
 
 Scalars = Mapping[str, torch.Tensor]
 Updated = tuple[torch.Tensor, dict[str, torch.Tensor]]

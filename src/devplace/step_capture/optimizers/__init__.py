@@ -1,0 +1,1 @@
+"""Updates of parameters as ops of the step."""

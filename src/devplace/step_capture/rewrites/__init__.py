@@ -1,0 +1,1 @@
+"""Rewrite a traced graph so that it runs fast, or on more devices."""
