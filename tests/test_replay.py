@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests import replay
 
 from devplace import workloads
+from tests import replay
 
 STATED = json.loads(replay.FILE.read_text())
 
