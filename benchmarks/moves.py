@@ -16,7 +16,7 @@ import torch
 import devplace as dp
 from devplace import placers, workloads
 from devplace.graph.coarsen import coarsen, max_depth
-from devplace.placers.groups import mean_duration_ns
+from devplace.placers.colocation_groups import mean_duration_ns
 from devplace.placers.local_search.classes import make_classes
 from devplace.problem import Problem
 from devplace.simulator import make_kernel

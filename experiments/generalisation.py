@@ -31,7 +31,7 @@ from devplace.cost.analytic import Analytic
 from devplace.graph import serialize
 from devplace.machine import load_machine
 from devplace.placers import Heft, Learned, Placer, Post, Random, Search, Single
-from devplace.placers.rl import weights
+from devplace.placers.rl import saved_weights
 from devplace.problem import Placement, Problem
 from devplace.simulator.bounds import lower_bound
 
@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence for the table")
     options = parser.parse_args()
     data: dict[str, Any] = {"provenance": provenance(), "seeds": options.seeds}
-    data |= {"weights": weights.read(weights.SHIPPED)[1], "note": options.note}
-    data["weights_sha256"] = hashlib.sha256(weights.SHIPPED.read_bytes()).hexdigest()
+    data |= {"weights": saved_weights.read(saved_weights.SHIPPED)[1], "note": options.note}
+    data["weights_sha256"] = hashlib.sha256(saved_weights.SHIPPED.read_bytes()).hexdigest()
     data["rows"] = done_before(data)
     known = {(row["workload"], row["machine"]) for row in data["rows"]}
     wanted = [(w, m) for w in options.workloads.split(",") for m in options.machines.split(",")]

@@ -18,8 +18,8 @@ from devplace import placers, workloads
 from devplace.cost.analytic import Analytic
 from devplace.machine import detect
 from devplace.problem import Problem
+from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.cuda import CudaExecutor
-from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
 from devplace.step_capture import capture

@@ -27,7 +27,7 @@ from devplace.machine import detect
 from devplace.problem import Problem
 from devplace.report.measured_memory import measured_memory_rows
 from devplace.run import compile_step
-from devplace.run.cuda.memory import held_bytes
+from devplace.run.cuda.device_memory import held_bytes
 from devplace.step_capture import capture
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

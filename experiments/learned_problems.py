@@ -17,7 +17,7 @@ from devplace import workloads
 from devplace.cost.analytic import Analytic
 from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator
-from devplace.placers.rl.partings import Partings
+from devplace.placers.rl.grouping_choices import Partings
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
 from devplace.simulator import simulate

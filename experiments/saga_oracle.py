@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from devplace import placers
-from devplace.bench.convert import dataflow_problem
+from devplace.bench.as_problems import dataflow_problem
 from devplace.cost import CostTable
 from devplace.graph import StepResult
 from devplace.instances import DataflowInstance, load_instance

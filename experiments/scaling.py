@@ -23,7 +23,7 @@ from plot import Line, log_plot
 from devplace import placers
 from devplace.placers.annealing import CoolingSchedule
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement
 from devplace.placers.local_search.explore import Explorer
 from devplace.placers.local_search.search import Search

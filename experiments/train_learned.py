@@ -38,12 +38,12 @@ from common import provenance
 from numpy.typing import NDArray
 from torch import Tensor
 
-from devplace.placers.rl import weights
+from devplace.placers.rl import saved_weights
 from devplace.placers.rl.count_head import RULE, CountHead
 from devplace.placers.rl.environment import Environment, Outcome
 from devplace.placers.rl.pair_policy import PairPolicy, softly_bounded
 from devplace.placers.rl.policies import divergence, masked
-from devplace.placers.rl.scene import Scene
+from devplace.placers.rl.state_features import Scene
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -317,7 +317,7 @@ def finish(
     if scores["with head"] > scores["evolved"]:
         policy.counts.load_state_dict(before)
     print(scores, flush=True)
-    weights.write(options.out, policy, record_of(run, options, scores))
+    saved_weights.write(options.out, policy, record_of(run, options, scores))
 
 
 def drawn(graphs: list[Any], seed: int, part: int, count: int) -> list[problems.Sample]:
@@ -340,7 +340,7 @@ def main() -> None:
     """Capture the graphs, train, write the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log-dir", type=Path, required=True, help="for curves and checkpoint")
-    parser.add_argument("--out", type=Path, default=weights.SHIPPED, help="file of weights")
+    parser.add_argument("--out", type=Path, default=saved_weights.SHIPPED, help="file of weights")
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--problems", type=int, default=150, help="different ones in training")
     parser.add_argument("--held-out", type=int, default=48, help="problems of the validation")

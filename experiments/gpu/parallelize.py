@@ -22,7 +22,7 @@ from experiments.gpu.training import Settings, build, prepare_torch, sgd
 
 import devplace as dp
 from devplace.auto.calibration_store import kept_calibration
-from devplace.auto.timing import median_ns, time_steps
+from devplace.auto.step_timing import median_ns, time_steps
 from devplace.machine import detect
 
 WORKLOADS = ("nmt-4", "rnnlm")

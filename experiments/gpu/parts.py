@@ -28,11 +28,11 @@ from experiments.gpu.training import FORMATS, Settings, build, prepare_torch, sg
 
 from devplace import placers
 from devplace.auto.calibration import calibrated
-from devplace.auto.costs import HOPPER, price
-from devplace.auto.sources import step_sources
-from devplace.auto.timing import fill, median_ns, time_executor
+from devplace.auto.measured_costs import HOPPER, price
+from devplace.auto.step_sources import step_sources
+from devplace.auto.step_timing import fill, median_ns, time_executor
 from devplace.cost import CostTable
-from devplace.cost.order import in_order_of
+from devplace.cost.likely_order import in_order_of
 from devplace.cost.reuse import CacheTimes
 from devplace.graph import serialize
 from devplace.machine import detect, toml

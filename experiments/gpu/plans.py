@@ -39,17 +39,17 @@ from torch.utils._pytree import tree_map
 from devplace import placers
 from devplace.auto.calibration import calibrated
 from devplace.auto.candidates import candidates, predicted_ns, singles
-from devplace.auto.costs import HOPPER, price, probed_machine
-from devplace.auto.sources import step_sources
-from devplace.auto.timing import fill, time_plan
+from devplace.auto.measured_costs import HOPPER, price, probed_machine
+from devplace.auto.step_sources import step_sources
+from devplace.auto.step_timing import fill, time_plan
 from devplace.cost import CostTable
-from devplace.cost.sources import Source
+from devplace.cost.source_values import Source
 from devplace.cost.worker_process import WorkerProcess
 from devplace.graph import OpGraph, serialize
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
 from devplace.machine import detect, toml
-from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
 from devplace.plan import Plan
 from devplace.problem import Placement, Problem
 from devplace.report import deviations

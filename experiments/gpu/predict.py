@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from devplace.auto.calibration import Calibration, Observation, fit
-from devplace.auto.costs import HOPPER
+from devplace.auto.measured_costs import HOPPER
 from devplace.cost import Analytic, CostTable
-from devplace.cost.order import likely_order
+from devplace.cost.likely_order import likely_order
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.graph import OpGraph, serialize
 from devplace.machine import load_machine, toml

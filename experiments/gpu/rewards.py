@@ -22,10 +22,10 @@ import torch
 from experiments.gpu.training import Settings, build, prepare_torch, sgd
 
 from devplace import placers
-from devplace.auto.costs import measured_machine, price
 from devplace.auto.measure import Measurer, Trial
+from devplace.auto.measured_costs import measured_machine, price
 from devplace.auto.rewards import MeasuredSteps
-from devplace.auto.sources import step_sources
+from devplace.auto.step_sources import step_sources
 from devplace.machine import detect
 from devplace.placers import Budget
 from devplace.problem import Problem

@@ -2,7 +2,7 @@
 //
 // An accelerator's nodes are cut into pieces; a piece starts when all its inputs are in host
 // memory and takes in-communication + work + out-communication as one block. CPU nodes run as soon
-// as their inputs are there. See devplace.pipelining.latency for the plain Python form.
+// as their inputs are there. See devplace.pipelining.block_latency for the plain Python form.
 #pragma once
 
 #include <cmath>

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from devplace.auto.measure import Trial
-from devplace.auto.sources import step_sources
+from devplace.auto.step_sources import step_sources
 from devplace.cost.analytic import Analytic
 from devplace.graph import OpGraph
 from devplace.machine import Machine, load_machine

@@ -22,7 +22,7 @@ from devplace.auto.calibration import (
 from devplace.cost import CostTable
 from devplace.errors import InputError
 from devplace.machine import Device, Link, Machine
-from devplace.placers.groups import op_devices
+from devplace.placers.colocation_groups import op_devices
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from tests.strategies import random_graph

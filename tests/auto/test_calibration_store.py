@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from devplace.auto import choose
+from devplace.auto import plan_choice
+from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.calibration import (
     LINK_CONSTANTS,
     Calibration,
@@ -18,14 +19,13 @@ from devplace.auto.calibration import (
     calibrated,
 )
 from devplace.auto.calibration_store import KIND, kept_calibration, learn
-from devplace.auto.clock import BudgetClock
 from devplace.auto.single_steps import MAX_KEPT, SingleStep, kept_steps, remembered
 from devplace.cost import CostTable
 from devplace.machine import Machine
 from devplace.plan.plan import machine_fingerprint
 from devplace.problem import Problem
 from devplace.run.probe import probe_key
-from devplace.run.probe.cache import keep_text
+from devplace.run.probe.kept_probe import keep_text
 from tests.auto.test_calibration import START as NEAR
 from tests.auto.test_calibration import TRUE, machine, observations, with_gaps
 
@@ -208,7 +208,7 @@ def test_a_call_on_one_gpu_teaches_the_gap(folder: Path) -> None:
         )
         confirmation = SimpleNamespace(rows=(row,))
         graphs = {id(row.candidate): one.graph}
-        choose._learn(confirmation, [searched], graphs, clock, lambda text: None)  # type: ignore
+        plan_choice._learn(confirmation, [searched], graphs, clock, lambda text: None)  # type: ignore
     found = kept_calibration(alone)
     assert found is not None
     assert (found.kernel_gap_ns, found.num_gap_steps) == (1_500, 4)

@@ -15,7 +15,7 @@ from devplace.auto.candidates import Candidate, candidates
 from devplace.auto.confirm import TIE, Confirmation, ConfirmedRow, confirm, confirm_trials
 from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.ordinary import Ordinary, time_ordinary
-from devplace.auto.timing import StepTiming
+from devplace.auto.step_timing import StepTiming
 from devplace.errors import ExecutionError
 from devplace.plan import Plan
 from devplace.run.cpu import RETRY

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import devplace as dp
-from devplace.auto import timing
+from devplace.auto import step_timing
 from devplace.auto.measure import Measurer, Trial, measure
-from devplace.auto.sources import Source, step_sources
-from devplace.auto.timing import batch_of, fill, time_executor, time_plan, time_steps
+from devplace.auto.step_sources import Source, step_sources
+from devplace.auto.step_timing import batch_of, fill, time_executor, time_plan, time_steps
 from devplace.cost.graph_transport import pack, unpack
 from devplace.errors import InputError
 from devplace.run.executors import make_executor
@@ -172,7 +172,7 @@ def test_rounds_are_longer_for_short_steps(monkeypatch: pytest.MonkeyPatch) -> N
     clock = SimpleNamespace(
         perf_counter_ns=lambda: 1000 * calls.count("run"), monotonic=lambda: 0.0
     )
-    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(step_timing, "time", clock)
     rounds = time_steps(lambda: calls.append("run"), lambda: calls.append("wait"), 0.01)
     assert calls[:4] == ["run", "wait", "run", "wait"]
     assert len(rounds) == 7
@@ -187,7 +187,7 @@ def test_slow_steps_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatc
             perf_counter_ns=lambda calls=calls: 30_000_000 * calls.count("run"),
             monotonic=lambda: 0.0,
         )
-        monkeypatch.setattr(timing, "time", clock)
+        monkeypatch.setattr(step_timing, "time", clock)
         time_steps(lambda calls=calls: calls.append("run"), lambda: None, seconds)
         rounds = 7 if seconds > 0.1 else 1
         assert calls.count("run") == 2 + (rounds * steps if seconds > 0.1 else 1)

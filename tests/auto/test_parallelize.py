@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import devplace as dp
-from devplace.auto import choose as choose_module
 from devplace.auto import parallelize as module
-from devplace.auto.clock import BudgetClock
+from devplace.auto import plan_choice
+from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.confirm import TIE
 from devplace.auto.measure import Measurer
 from devplace.errors import (
@@ -349,7 +349,7 @@ def test_the_budget_covers_everything() -> None:
     assert clock.confirm_seconds() == 15.0
     assert clock.search_budget(2, True).seconds == 0.5
     assert BudgetClock.parse("500ev").search_budget(3, True).evaluations == 500
-    assert choose_module.Choice((), None).notes == ()
+    assert plan_choice.Choice((), None).notes == ()
 
 
 @pytest.mark.parametrize(("cores", "is_noted"), [(1, True), (2, False), (8, False)])

@@ -14,7 +14,7 @@ import devplace as dp
 from devplace import workloads
 from devplace.auto.local_devices import capture_device, excluded
 from devplace.auto.measure import Measurer, Trial
-from devplace.auto.sources import step_sources
+from devplace.auto.step_sources import step_sources
 from devplace.cost.analytic import Analytic
 from devplace.machine import detect
 from devplace.report import deviations

@@ -11,7 +11,7 @@ import numpy as np
 
 from devplace.auto.measure import Measurer
 from devplace.auto.rewards import MeasuredSteps
-from devplace.auto.sources import step_sources
+from devplace.auto.step_sources import step_sources
 from devplace.cost.analytic import Analytic
 from devplace.files import alone
 from devplace.machine import load_machine

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from devplace.cost import pricing
+from devplace.cost.op_signature import OpCall, op_calls
+from devplace.cost.op_timing import Timing
 from devplace.cost.pricing import Priced, Pricing
-from devplace.cost.signature import OpCall, op_calls
-from devplace.cost.timing import Timing
 from devplace.graph import OpGraph
 from devplace.step_capture import capture
 

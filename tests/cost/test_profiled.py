@@ -13,10 +13,10 @@ from tests.cost.timers import fake_times
 
 from devplace import workloads
 from devplace.cost.analytic import Analytic
-from devplace.cost.inputs import Arguments, host_seeds, make_tensor
+from devplace.cost.made_up_inputs import Arguments, host_seeds, make_tensor
+from devplace.cost.op_signature import OpCall, TensorSpec, op_calls
+from devplace.cost.op_timing import Timing, free_bytes
 from devplace.cost.profiled import Profiled
-from devplace.cost.signature import OpCall, TensorSpec, op_calls
-from devplace.cost.timing import Timing, free_bytes
 from devplace.graph import OpGraph
 from devplace.kernels.prepare import Prepared
 from devplace.machine import Machine, detect, presets

@@ -11,9 +11,9 @@ from tests.cost import hostile_ops as hostile
 from torch import nn
 from torch.nn import functional as F
 
-from devplace.cost import remote, sustained, timing
+from devplace.cost import op_timing, remote, sustained
+from devplace.cost.op_signature import op_calls
 from devplace.cost.profiled import Profiled
-from devplace.cost.signature import op_calls
 from devplace.cost.table import CostTable
 from devplace.cost.worker_process import WorkerProcess
 from devplace.graph import OpGraph
@@ -250,10 +250,10 @@ def test_loading_kernels_is_no_measuring(monkeypatch: pytest.MonkeyPatch) -> Non
     graph = capture(Picking(), (torch.arange(10),))
     calls = list(op_calls(graph).values())
 
-    def slow(call: Any, threads: int, real: Any) -> timing.Timing:
-        return timing.Timing(7, loading_s=50.0)
+    def slow(call: Any, threads: int, real: Any) -> op_timing.Timing:
+        return op_timing.Timing(7, loading_s=50.0)
 
-    monkeypatch.setattr(timing, "time_on_cpu", slow)
+    monkeypatch.setattr(op_timing, "time_on_cpu", slow)
     timer = remote.RemoteTimer(graph, remote.Spot("cpu"), Here())
     assert timer(calls[0]).ns == 7
     assert timer.clock() < 5

@@ -10,10 +10,10 @@ import torch
 from tests.cost.test_profiled import captured
 from tests.cost.timers import FakeTimer, fake_times
 
-from devplace.cost import CostTable, reuse, timing
+from devplace.cost import CostTable, op_timing, reuse
+from devplace.cost.op_signature import OpCall
 from devplace.cost.profiled import Profiled
 from devplace.cost.reuse import CacheTimes, cold_inputs, large_inputs
-from devplace.cost.signature import OpCall
 from devplace.graph import OpGraph
 from devplace.machine import Machine, presets
 from devplace.testing import hand_graph
@@ -101,11 +101,11 @@ def test_costs_that_know_no_cache_stay() -> None:
     assert table.in_order(GRAPH, [(4, 3, 2)]) is table
 
 
-def times(call: OpCall) -> timing.Timing:
+def times(call: OpCall) -> op_timing.Timing:
     """Stands for a GPU: an op takes 1 us, and a ns for each KiB that comes from memory."""
     specs = [*call.args, *call.kwargs.values()]
     cold = [spec for spec in specs if getattr(spec, "is_cold", False)]
-    return timing.Timing(1000 + sum(4 * int(np.prod(spec.shape)) >> 10 for spec in cold))
+    return op_timing.Timing(1000 + sum(4 * int(np.prod(spec.shape)) >> 10 for spec in cold))
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from devplace.cost.op_signature import OpCall
+from devplace.cost.op_timing import Timing
 from devplace.cost.profiled import Profiled
 from devplace.cost.remote import Spot
-from devplace.cost.signature import OpCall
-from devplace.cost.timing import Timing
 
 
 class FakeTimer:

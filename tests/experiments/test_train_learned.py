@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from devplace.placers.rl import weights
+from devplace.placers.rl import saved_weights
 from devplace.placers.rl.count_head import RULE
 from devplace.placers.rl.pair_policy import PairPolicy
-from devplace.placers.rl.scene import PAIR_FEATURES
+from devplace.placers.rl.state_features import PAIR_FEATURES
 
 FOLDER = str(Path(__file__).parents[2] / "experiments")
 
@@ -79,7 +79,7 @@ def test_a_resumed_training_ends_as_one_that_was_not_stopped(
     training.train(resumed, options_for(tmp_path / "stopped"), parts)
     assert resumed.update == whole.update == 8
     assert policy_of(resumed) == policy_of(whole)
-    found = [weights.read(tmp_path / name / "w.npz") for name in ("whole", "stopped")]
+    found = [saved_weights.read(tmp_path / name / "w.npz") for name in ("whole", "stopped")]
     assert found[0][1]["seed"] == 1
     for name, value in found[0][0].items():
         assert torch.equal(value, found[1][0][name])
@@ -96,7 +96,7 @@ def test_weights_are_never_worse_than_untrained_ones_on_validation(
         run.policy.rule.weight.mul_(-1)  # the worst of rules
     training.train(run, options, parts)
     policy = PairPolicy()
-    record = weights.load_into(policy, options.out)
+    record = saved_weights.load_into(policy, options.out)
     held_out = training.drawn(parts["validation"], options.seed, 1, options.held_out)
     assert training.score(policy, held_out) <= training.score(PairPolicy(), held_out)
     scores = record["validation_score"]

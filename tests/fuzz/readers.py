@@ -20,18 +20,18 @@ import devplace as dp
 from devplace.bench.best_known import FILE, load_best_known
 from devplace.bench.run import solve
 from devplace.bench.solvers import Effort
-from devplace.cli.measured import keep_measured, load_measured, measured_path
-from devplace.cost.cache import TimingCache
+from devplace.cli.measured_file import keep_measured, load_measured, measured_path
+from devplace.cost.price_cache import TimingCache
 from devplace.graph import serialize
 from devplace.instances import load_instance
 from devplace.kernels.store import KernelStore
 from devplace.machine import toml
 from devplace.placers import Budget, PostPpo
-from devplace.placers.rl import weights
+from devplace.placers.rl import saved_weights
 from devplace.placers.rl.curves import Curves
 from devplace.placers.rl.options import TrainingOptions
 from devplace.placers.rl.training import Training
-from devplace.run.timeline import MeasuredTimeline
+from devplace.run.measured_timeline import MeasuredTimeline
 from devplace.testing.hand import hand_graph
 from tests.instances import files as instance_files
 from tests.placers.rl.cases import three_ops
@@ -147,7 +147,7 @@ def _weights() -> bytes:
 
 def _read_weights(path: Path) -> None:
     network = torch.nn.Linear(3, 2)
-    weights.load_into(network, path)
+    saved_weights.load_into(network, path)
     assert all(bool(value.isfinite().all()) for value in network.state_dict().values())
 
 

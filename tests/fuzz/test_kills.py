@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from devplace.cost.cache import TimingCache
+from devplace.cost.price_cache import TimingCache
 from devplace.plan import load_plan
 from tests.fuzz.test_fuzz_graphs import onnx_model
 from tests.instances import files as instance_files
@@ -41,9 +41,9 @@ CACHES = (
     SCRIPT
     + """
 from pathlib import Path
-from devplace.cost.cache import TimingCache
+from devplace.cost.price_cache import TimingCache
 from devplace.kernels.store import KernelStore
-from devplace.run.probe.cache import keep_text
+from devplace.run.probe.kept_probe import keep_text
 new, store = int(sys.argv[1]), KernelStore("here")
 for number in range(20):
     TimingCache(Path("times.sqlite")).write("here", {"call": (new, new)})

@@ -13,7 +13,7 @@ from tests.kernels.groups import X, double, group
 
 from devplace.errors import ExecutionError
 from devplace.kernels import compiler
-from devplace.kernels.signature import signature_of
+from devplace.kernels.kernel_signature import signature_of
 
 
 class Made:

@@ -14,7 +14,7 @@ from tests.kernels.groups import Compiler, X, double, group, in_a_new_process
 from devplace.graph.fusion.call import FusedCall
 from devplace.kernels import fused, kernel_of
 from devplace.kernels.fused import FusedKernel, failures, kernel_of_call
-from devplace.kernels.signature import place_of, signature_of
+from devplace.kernels.kernel_signature import place_of, signature_of
 from devplace.kernels.store import KernelStore
 
 pytestmark = pytest.mark.usefixtures("no_kernels_yet")

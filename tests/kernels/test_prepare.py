@@ -82,7 +82,7 @@ def test_worker_processes_compile_what_a_step_needs(monkeypatch: Patch) -> None:
 FAKE = """
     import os, sys
     from devplace.kernels import compile_worker
-    from devplace.kernels.signature import place_of
+    from devplace.kernels.kernel_signature import place_of
     from devplace.kernels.store import KernelStore
 
     def make(call, signature):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pipelining.test_problem import chain
+from tests.pipelining.test_load_problem import chain
 from tests.pipelining.tiny import best_load, native, random_problem
 
 from devplace.errors import InputError, ProblemError
 from devplace.pipelining import LoadProblem, broken_rule, loads, solve, solve_contiguous
-from devplace.pipelining.bounds import count_bound, item_bound, quick_bound, work_bound
 from devplace.pipelining.items import make_items
+from devplace.pipelining.load_bounds import count_bound, item_bound, quick_bound, work_bound
 from devplace.pipelining.native import solvers_module
 
 SEEDS = st.integers(0, 2**32 - 1)

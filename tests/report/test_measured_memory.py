@@ -7,7 +7,7 @@ import pytest
 from devplace.report import measured_memory_rows, measured_memory_table
 
 pytest.importorskip("torch")
-from devplace.run.cuda.memory import DeviceMemory
+from devplace.run.cuda.device_memory import DeviceMemory
 
 
 def found(device: str, reserved: int) -> DeviceMemory:

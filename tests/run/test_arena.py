@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from devplace.run.cuda import memory
+from devplace.run.cuda import device_memory
 from devplace.run.cuda.arena import (
     SMALL_SPARE_BYTES,
     Arena,
@@ -18,7 +18,7 @@ from devplace.run.cuda.arena import (
     copied_bytes,
     step_peaks,
 )
-from devplace.run.cuda.memory import allowed_bytes, reserve_arena
+from devplace.run.cuda.device_memory import allowed_bytes, reserve_arena
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.write_back import write_backs
 from devplace.simulator.heap import SMALL_PAGE_BYTES
@@ -157,7 +157,7 @@ def test_an_arena_that_cannot_be_had_is_done_without(
         told.append(f"asked for {num_bytes}")
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(memory, "fixed_segments", fixed)
+    monkeypatch.setattr(device_memory, "fixed_segments", fixed)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch, "empty", refuse)
     device: Any = type("Device", (), {"torch_device": "cuda:0"})()

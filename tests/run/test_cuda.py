@@ -15,10 +15,10 @@ from torch import nn
 
 from devplace import workloads
 from devplace.errors import ExecutionError, InputError
+from devplace.run.batch_inputs import bind_inputs
 from devplace.run.check import check_step
 from devplace.run.compile import compile_step
 from devplace.run.cuda import CudaExecutor
-from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
 from devplace.step_capture import capture

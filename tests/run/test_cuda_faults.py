@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from devplace.errors import DeviceMemoryError, ExecutionError, GraphCaptureError, LateTensorError
+from devplace.run.batch_inputs import bind_inputs
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor, graphs
 from devplace.run.cuda.eager import EagerRunner
 from devplace.run.cuda.expandable import expandable_segments
-from devplace.run.inputs import bind_inputs
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
 from devplace.step_capture import capture

@@ -13,11 +13,11 @@ from torch import nn
 
 from devplace import workloads
 from devplace.errors import ExecutionError, PlanError
+from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.check import check_step
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor
 from devplace.run.cuda.routes import has_cpu_form
-from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
 from devplace.step_capture import capture

@@ -19,9 +19,9 @@ from devplace.kernels import fused
 from devplace.machine import load_machine
 from devplace.problem import Problem
 from devplace.run import check
+from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.check import CheckReport, check_step
 from devplace.run.compile import compile_step
-from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
 from devplace.run.unplaced import run_unplaced
 from devplace.step_capture import capture

@@ -13,13 +13,13 @@ import torch
 
 from devplace.errors import ExecutionError, InputError, PlanError
 from devplace.run.cuda import CudaExecutor
-from devplace.run.cuda.clock import collect
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice, LateError
 from devplace.run.cuda.pinned import OWN_BYTES, PinnedBoard, plain_bytes
-from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form, neighbours
 from devplace.run.cuda.timeouts import first_cause
+from devplace.run.cuda.timestamps import collect
 from devplace.run.schedule import make_schedule
 from devplace.run.unplaced import run_unplaced
 from devplace.run.write_back import write_backs

@@ -11,7 +11,7 @@ import torch
 from devplace.machine import detect, toml
 from devplace.run.cuda.push import push_by_engine, push_by_kernel
 from devplace.run.probe import ProbeReport, machine_from_probe, probe
-from devplace.run.probe.measure import run_probe
+from devplace.run.probe.probe_run import run_probe
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NAMES = tuple(f"cuda:{k}" for k in range(min(2, NUM_GPUS)))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from devplace.auto.sources import step_sources
-from devplace.auto.timing import fill, time_plan
+from devplace.auto.step_sources import step_sources
+from devplace.auto.step_timing import fill, time_plan
 from devplace.cost.graph_transport import pack, unpack
 from devplace.graph import OpGraph
 from devplace.run.check import check_step

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devplace import workloads
+from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.cuda import eager as eager_module
 from devplace.run.cuda import transient_values
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.eager import EagerRunner
 from devplace.run.cuda.transient_values import LightValues, lightened
-from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.linear import linear_order
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.cpu import CpuExecutor
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
-from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState
 from devplace.run.write_back import DeviceWrites, write_backs

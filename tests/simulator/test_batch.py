@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import random_placement, random_problem
 
-from devplace.cost.batch import copy_times
+from devplace.cost.batch_copies import copy_times
 from devplace.graph.graph import BATCH_ON
 from devplace.machine import presets
 from devplace.placers import Search, Single, place

@@ -16,8 +16,8 @@ from devplace import placers
 from devplace.placers import chains
 from devplace.placers.annealing import CoolingSchedule, Moves
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import mean_duration_ns
+from devplace.placers.colocation_groups import mean_duration_ns
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement, make_classes
 from devplace.placers.local_search.explore import Explorer
 from devplace.problem import Placement, Problem

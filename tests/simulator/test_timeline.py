@@ -17,7 +17,7 @@ from tests.strategies import problems, random_placement
 from devplace.cost import CostTable
 from devplace.errors import ProblemError
 from devplace.placers import Budget
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.kernel import ReferenceKernel

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from devplace import workloads
 from devplace.graph import OpGraph
+from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.check import check_step
-from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.state import ModelState
 from devplace.run.unplaced import run_unplaced
 from devplace.step_capture import capture

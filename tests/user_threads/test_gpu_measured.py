@@ -19,7 +19,7 @@ from tests.user_threads.helpers import mlp
 import devplace as dp
 from devplace.cost.profiled import Profiled
 from devplace.machine import detect
-from devplace.run.probe.measure import run_probe
+from devplace.run.probe.probe_run import run_probe
 from devplace.step_capture import capture
 
 pytestmark = [*gpus.MARKS, gpus.real_gpu]

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 def kept_calibration(machine: Machine) -> Calibration | None:
     """The constants kept for this machine; a damaged file counts as none."""
     from devplace.run.probe import probe_key
-    from devplace.run.probe.cache import kept_text
+    from devplace.run.probe.kept_probe import kept_text
 
     text = kept_text(KIND, probe_key(machine))
     if text is None:
@@ -90,7 +90,7 @@ def learn(
     if found is kept:
         return None
     from devplace.run.probe import probe_key
-    from devplace.run.probe.cache import keep_text
+    from devplace.run.probe.kept_probe import keep_text
 
     keep_text(KIND, probe_key(probed), msgspec.json.encode(found).decode())
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from devplace.placers import Result
-from devplace.placers.groups import accelerators
+from devplace.placers.colocation_groups import accelerators
 from devplace.placers.margin_retry import with_priority
 from devplace.placers.modules import module_chain
 from devplace.placers.orders import has_micro_batches, in_trace_order

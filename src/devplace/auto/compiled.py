@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
+from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.step_capture.batch import as_call
 from devplace.step_capture.loss import loss_call, read_loss
 

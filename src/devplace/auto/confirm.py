@@ -11,7 +11,7 @@ from typing import Any
 from devplace.auto.candidates import Candidate, candidates
 from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.ordinary import Ordinary, time_ordinary
-from devplace.auto.sources import step_sources
+from devplace.auto.step_sources import step_sources
 from devplace.errors import ExecutionError
 from devplace.graph import as_captured
 from devplace.placers import Result

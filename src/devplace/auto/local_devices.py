@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from devplace.auto.costs import detected
+from devplace.auto.measured_costs import detected
 from devplace.errors import InputError, MachineError
 from devplace.machine import Machine, detect, load_machine
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from devplace.auto.plan_worker import attempt
-from devplace.auto.timing import StepTiming
+from devplace.auto.step_timing import StepTiming
 from devplace.cost.graph_transport import pack
-from devplace.cost.sources import Source
+from devplace.cost.source_values import Source
 from devplace.cost.worker_process import COMMAND, WorkerProcess, new_key
 from devplace.errors import InputError
 from devplace.graph import Captured

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.auto.timing import WARM_UP_S, StepTiming, median_ns, time_steps
+from devplace.auto.step_timing import WARM_UP_S, StepTiming, median_ns, time_steps
 from devplace.graph import Captured
 from devplace.run.own_step import own_loop
 from devplace.step_capture.batch import as_call, open_dataclasses

@@ -8,7 +8,7 @@ from devplace.auto.confirm import Confirmation
 from devplace.graph import Captured
 from devplace.plan import Plan
 from devplace.run.compile import Step
-from devplace.run.timeline import MeasuredTimeline
+from devplace.run.measured_timeline import MeasuredTimeline
 from devplace.units import format_time
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.candidates import Candidate
-from devplace.auto.choose import Choice, choose, search
-from devplace.auto.clock import BudgetClock
 from devplace.auto.compiled import compiled_step_ns
 from devplace.auto.local_devices import (
     MachineLike,
@@ -25,7 +24,8 @@ from devplace.auto.local_devices import (
 from devplace.auto.local_devices import fuses as step_is_fused
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
-from devplace.auto.timing import WARM_UP_S, median_ns, time_steps
+from devplace.auto.plan_choice import Choice, choose, search
+from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.errors import CaptureError, ExecutionError, InputError
 from devplace.graph import Captured
@@ -36,7 +36,7 @@ from devplace.machine import Machine
 from devplace.machine.detect import num_cores
 from devplace.placers import Placer
 from devplace.plan import Plan
-from devplace.problem.names import without_memory
+from devplace.problem.device_names import without_memory
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import RETRY
 from devplace.run.planned import check

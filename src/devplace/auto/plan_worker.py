@@ -37,7 +37,7 @@ def attempt(steps: dict[int, Any], key: int, *request: Any) -> tuple[Any, bool]:
 
 def measure(step: Any, plan: Any, seconds: float, seed: int, lock: str | None) -> Any:
     """Time one plan of a step."""
-    from devplace.auto.timing import time_plan
+    from devplace.auto.step_timing import time_plan
 
     graph, sources = step
     placement, order, device_names = plan

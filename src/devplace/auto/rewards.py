@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from devplace.auto.measure import Measurement, Measurer, Trial
-from devplace.auto.sources import Source
+from devplace.auto.step_sources import Source
 from devplace.graph import as_captured
 from devplace.placers.margin_retry import with_priority
 from devplace.plan import make_plan

@@ -53,7 +53,7 @@ def remembered(machine: Machine, fresh: Sequence[SingleStep]) -> list[SingleStep
     A step of one graph and device counts once: as measured last.
     """
     from devplace.run.probe import probe_key
-    from devplace.run.probe.cache import keep_text
+    from devplace.run.probe.kept_probe import keep_text
 
     kept = kept_steps(machine)
     steps = {(one.graph, one.device): one for one in kept}
@@ -69,7 +69,7 @@ def remembered(machine: Machine, fresh: Sequence[SingleStep]) -> list[SingleStep
 def kept_steps(machine: Machine) -> list[SingleStep]:
     """Steps kept for this machine; a damaged file counts as none."""
     from devplace.run.probe import probe_key
-    from devplace.run.probe.cache import kept_text
+    from devplace.run.probe.kept_probe import kept_text
 
     text = kept_text(KIND, probe_key(machine))
     if text is None:

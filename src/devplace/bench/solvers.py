@@ -12,7 +12,7 @@ import numpy as np
 from devplace import placers
 from devplace.bench import simple
 from devplace.bench.answer import Answer, Blocks, OrderedPlacement, Split, Stages, Status
-from devplace.bench.convert import (
+from devplace.bench.as_problems import (
     Rounded,
     block_problem,
     dataflow_problem,
@@ -30,7 +30,7 @@ from devplace.instances.records import (
     VariantInstance,
 )
 from devplace.pipelining import LoadSolution, solve, solve_contiguous
-from devplace.pipelining.latency import pieces
+from devplace.pipelining.block_latency import pieces
 from devplace.pipelining.replicated import solve_replicated
 from devplace.pipelining.solve_latency import solve_latency
 from devplace.pipelining.tensor_stages import solve_tensor_stages

@@ -119,7 +119,7 @@ def _check_output(output: Path) -> None:
 
 
 def _is_probed(path: Path) -> bool:
-    from devplace.run.probe.machine import MEASURED
+    from devplace.run.probe.probed_machine import MEASURED
 
     try:
         return any(MEASURED in text for text in toml.load(path).sources.values())

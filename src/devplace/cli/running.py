@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from devplace.cli.measured import keep_measured
+from devplace.cli.measured_file import keep_measured
 from devplace.cli.session import Given, Session, prints_on_stderr, reopen, working
 from devplace.cli.tracing import print_deviations
 from devplace.errors import WriteError
@@ -166,7 +166,7 @@ class _Ran:
 
 def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
     """Steps one by one for their losses; quick ones more often, for their time."""
-    from devplace.auto.timing import median_ns, time_steps
+    from devplace.auto.step_timing import median_ns, time_steps
     from devplace.graph import as_captured
     from devplace.run import compile
     from devplace.step_capture.loss import read_loss

@@ -312,7 +312,7 @@ def _priced(request: PlanRequest, machine: Machine, graph: OpGraph) -> tuple[Mac
         from devplace.cost.analytic import Analytic
 
         return machine, Analytic()(graph, machine)
-    from devplace.auto.costs import measured_machine, price
+    from devplace.auto.measured_costs import measured_machine, price
 
     if request.machine == "detect":
         with working("probing links"):
@@ -349,7 +349,7 @@ def _device(request: PlanRequest, machine: Any) -> str:
 
 
 def _check_devices(request: PlanRequest, machine: Any) -> None:
-    from devplace.problem.names import resolve_device
+    from devplace.problem.device_names import resolve_device
     from devplace.units import parse_size
 
     for name, value in request.limits.items():

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from devplace.cli.measured import load_measured, measured_path
+from devplace.cli.measured_file import load_measured, measured_path
 from devplace.cli.session import Given, check_output, refuse_overwriting, reopen
 from devplace.errors import InputError, WriteError
 from devplace.files import write_whole

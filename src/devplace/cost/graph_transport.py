@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from devplace.cost.sources import Source
+from devplace.cost.source_values import Source
 from devplace.errors import InputError
 from devplace.graph import Captured, OpGraph
 from devplace.graph.fx_data import NodeData, graph_from_data, nodes_as_data

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.cost.cache import TimingCache
+from devplace.cost.op_signature import OpCall, op_calls
+from devplace.cost.op_timing import Timing
+from devplace.cost.price_cache import TimingCache
 from devplace.cost.reuse import large_inputs
-from devplace.cost.signature import OpCall, op_calls
-from devplace.cost.timing import Timing
 from devplace.errors import CacheError, MeasuringError
 from devplace.graph import Captured, OpGraph
 from devplace.units import NS_PER_S

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost.analytic import Analytic
-from devplace.cost.order import likely_order
+from devplace.cost.likely_order import likely_order
+from devplace.cost.op_signature import op_calls
 from devplace.cost.pricing import Priced, Pricing, extreme_calls, workspaces
 from devplace.cost.remote import RemoteTimer, Spot
 from devplace.cost.reuse import CacheTimes, cold_inputs
-from devplace.cost.signature import op_calls
 from devplace.cost.table import CostModel, CostTable
 from devplace.cost.worker_process import WorkerProcess
 from devplace.files import cache_folder

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from devplace.cost import streams, timing
+from devplace.cost import op_timing, streams
 from devplace.cost.graph_transport import pack, unpack
+from devplace.cost.index_values import StepValues
 from devplace.cost.measuring_worker import begin, free_memory
-from devplace.cost.signature import OpCall
-from devplace.cost.sources import example_sources
-from devplace.cost.timing import Timing
-from devplace.cost.values import StepValues
+from devplace.cost.op_signature import OpCall
+from devplace.cost.op_timing import Timing
+from devplace.cost.source_values import example_sources
 from devplace.cost.worker_process import WorkerProcess, new_key
 from devplace.errors import InputError, MeasuringError
 from devplace.graph import Captured
@@ -174,10 +174,10 @@ def time_call(
         call = OpCall(values.nodes[name].target, args, kwargs, "", name)
         before_s = time.monotonic() - begun
         if device.startswith("cuda"):
-            found = timing.time_on_cuda(call, device, real)
+            found = op_timing.time_on_cuda(call, device, real)
             torch.cuda.synchronize(device)
         else:
-            found = timing.time_on_cpu(call, threads, real)
+            found = op_timing.time_on_cpu(call, threads, real)
     except Exception as error:  # whatever an op of the user's raises
         return ("failed", type(error).__name__, _first_line(error)), _is_usable(device)
     return ("timed", found._replace(loading_s=before_s + found.loading_s)), True

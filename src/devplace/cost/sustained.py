@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from devplace.cost import streams
-from devplace.cost.inputs import Arguments
-from devplace.cost.signature import OpCall
-from devplace.cost.timing import free_bytes, recorded
+from devplace.cost.made_up_inputs import Arguments
+from devplace.cost.op_signature import OpCall
+from devplace.cost.op_timing import free_bytes, recorded
 
 PAUSE_S = 0.1
 SUSTAINED_S = 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from devplace.errors import InputError
-from devplace.instances import doppler, pipedream, piper, tarnawski
+from devplace.instances import doppler, pipedream_profiles, piper, tarnawski
 from devplace.instances.records import (
     About,
     DataflowInstance,
@@ -24,7 +24,7 @@ OBJECTIVES = ("throughput", "latency")
 FORMATS = {
     "tarnawski": tarnawski.SOURCE,
     "piper": piper.SOURCE,
-    "pipedream": pipedream.SOURCE,
+    "pipedream": pipedream_profiles.SOURCE,
     "doppler": doppler.SOURCE,
 }
 _KINDS = ("throughput-inputs", "latency-inputs")
@@ -90,7 +90,7 @@ def load_instance(
     elif kind == "piper":
         instance = piper.parse(text, about)
     elif kind == "pipedream":
-        instance = pipedream.parse(text, about)
+        instance = pipedream_profiles.parse(text, about)
     else:
         instance = doppler.parse(text, about)
     if objective and objective != instance.objective:

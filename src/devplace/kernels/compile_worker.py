@@ -18,7 +18,7 @@ from devplace.files import alone
 from devplace.graph.fusion.call import FusedCall
 from devplace.kernels.compiler import Function, load
 from devplace.kernels.fused import source_of
-from devplace.kernels.signature import Layout, Signature, place_of
+from devplace.kernels.kernel_signature import Layout, Signature, place_of
 from devplace.kernels.store import KernelStore
 
 

@@ -18,7 +18,7 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.graph.fusion.call import FusedCall, on_device
-from devplace.kernels.signature import OPTIONS, Layout, Signature
+from devplace.kernels.kernel_signature import OPTIONS, Layout, Signature
 
 Function = Callable[[list[Any]], Sequence[Any]]
 """Takes the inputs in a list, which it empties, and gives the outputs."""

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from devplace.graph.fusion.call import FusedCall
-from devplace.kernels.signature import Signature, place_of
+from devplace.kernels.kernel_signature import Signature, place_of
 from devplace.kernels.store import KernelStore
 from devplace.machine.detect import num_cores
 

@@ -12,7 +12,7 @@ import torch
 from devplace.errors import ExecutionError
 from devplace.graph.fusion.call import FusedCall, one_or_all
 from devplace.kernels.compiler import Function, compile_source, load, why_no_compiler
-from devplace.kernels.signature import Signature, place_of, signature_of
+from devplace.kernels.kernel_signature import Signature, place_of, signature_of
 from devplace.kernels.store import KernelStore
 
 _lock = threading.RLock()  # the compiler is not safe in several threads

@@ -12,7 +12,7 @@ from devplace.graph.fusion.call import FusedCall
 from devplace.graph.graph import OpGraph
 from devplace.kernels.compilers import Compilers, Job, Tell, is_known, store_of
 from devplace.kernels.fused import why_not_compiled
-from devplace.kernels.signature import Signature, place_of, signature_of
+from devplace.kernels.kernel_signature import Signature, place_of, signature_of
 from devplace.kernels.store import KernelStore
 
 

@@ -1,8 +1,8 @@
 """Pipelines in steady state (smallest largest device load) and the latency of one sample."""
 
+from devplace.pipelining.block_latency import BlockProblem, block_latency, pieces
 from devplace.pipelining.effort import SolverEffort
-from devplace.pipelining.latency import BlockProblem, block_latency, pieces
-from devplace.pipelining.problem import LoadProblem, broken_rule, held_bytes, loads
+from devplace.pipelining.load_problem import LoadProblem, broken_rule, held_bytes, loads
 from devplace.pipelining.replicated import (
     ReplicatedProblem,
     StageSolution,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.errors import ProblemError
-from devplace.pipelining.problem import I32
+from devplace.pipelining.load_problem import I32
 
 
 @dataclass(frozen=True, eq=False)

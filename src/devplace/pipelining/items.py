@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.pipelining.problem import I32, I64, LoadProblem, producer_ps
+from devplace.pipelining.load_problem import I32, I64, LoadProblem, producer_ps
 
 
 @dataclass(frozen=True, eq=False)

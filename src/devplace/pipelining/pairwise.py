@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
-from devplace.pipelining.problem import I32
-from devplace.pipelining.reference import Shares, anneal
+from devplace.pipelining.load_problem import I32
+from devplace.pipelining.plain_search import Shares, anneal
 from devplace.pipelining.step_problem import PS_PER_NS, StepProblem
 
 _STEPS_PER_ITEM = 40

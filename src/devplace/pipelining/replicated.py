@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from devplace.errors import ProblemError
 from devplace.pipelining.downsets import Downsets, make_downsets
-from devplace.pipelining.problem import I32, I64
+from devplace.pipelining.load_problem import I32, I64
 from devplace.pipelining.solve import NEVER
 
 PS_PER_S = 10**12

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from devplace.errors import InputError
-from devplace.pipelining import reference
-from devplace.pipelining.bounds import item_bound, quick_bound, why_infeasible
+from devplace.pipelining import plain_search
 from devplace.pipelining.cp_sat import cp_model
-from devplace.pipelining.exact import bin_packing, solve_exactly
+from devplace.pipelining.integer_programme import bin_packing, solve_exactly
 from devplace.pipelining.items import Items, make_items
+from devplace.pipelining.load_bounds import item_bound, quick_bound, why_infeasible
+from devplace.pipelining.load_problem import I32, LoadProblem, broken_rule, check_devices, loads
 from devplace.pipelining.native import solvers_module
-from devplace.pipelining.problem import I32, LoadProblem, broken_rule, check_devices, loads
 from devplace.pipelining.starts import simple_starts
 
 NEVER = int(np.iinfo(np.int64).max)
@@ -131,7 +131,7 @@ def _contiguous(items: Items, seconds: float, max_ideals: int) -> tuple[I32 | No
     if items.num_items == 0:
         return np.zeros(0, np.int32), 0, True
     if native is None:
-        device, value = reference.contiguous(items)
+        device, value = plain_search.contiguous(items)
         complete = False
     else:
         device, value, complete = native.contiguous(items, max_ideals, seconds, NEVER)
@@ -235,7 +235,7 @@ class _Run:
         if self.max_evaluations is not None:
             most = self.max_evaluations - self.evaluations
         if self.native is None:
-            device, over, _, tried = reference.search(
+            device, over, _, tried = plain_search.search(
                 self.items, starts, seconds, most, self.seed, self.bound
             )
         else:

@@ -8,18 +8,17 @@ import time
 
 import numpy as np
 
-from devplace.pipelining.bounds import why_infeasible
-from devplace.pipelining.exact import ExactAnswer, bin_packing
-from devplace.pipelining.items import Items, make_items
-from devplace.pipelining.latency import (
+from devplace.pipelining.block_latency import (
     BlockGraph,
     BlockProblem,
     block_latency,
     make_block_graph,
     topological_order,
 )
-from devplace.pipelining.native import solvers_module
-from devplace.pipelining.problem import (
+from devplace.pipelining.integer_programme import ExactAnswer, bin_packing
+from devplace.pipelining.items import Items, make_items
+from devplace.pipelining.load_bounds import why_infeasible
+from devplace.pipelining.load_problem import (
     I32,
     I64,
     LoadProblem,
@@ -27,6 +26,7 @@ from devplace.pipelining.problem import (
     check_devices,
     producer_ps,
 )
+from devplace.pipelining.native import solvers_module
 from devplace.pipelining.solve import (
     DEFAULT_SECONDS,
     NEVER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from devplace.pipelining.items import Items
-from devplace.pipelining.problem import I32
+from devplace.pipelining.load_problem import I32
 
 
 def simple_starts(items: Items) -> list[I32]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from devplace.graph.graph import Stage
 from devplace.graph.members import Part
-from devplace.pipelining.problem import I32
+from devplace.pipelining.load_problem import I32
 from devplace.problem import Problem
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.pipelining.problem import I32, I64
+from devplace.pipelining.load_problem import I32, I64
 from devplace.problem import Problem
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.errors import ProblemError
-from devplace.pipelining.problem import I32, I64, LoadProblem
+from devplace.pipelining.load_problem import I32, I64, LoadProblem
 from devplace.pipelining.step_classes import step_classes
 from devplace.pipelining.step_loads import StepPrices
 from devplace.problem import Problem

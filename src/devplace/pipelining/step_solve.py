@@ -9,12 +9,12 @@ from itertools import combinations, product
 
 import numpy as np
 
-from devplace.pipelining.bounds import item_bound, quick_bound
 from devplace.pipelining.effort import SolverEffort
 from devplace.pipelining.items import make_items
+from devplace.pipelining.load_bounds import item_bound, quick_bound
+from devplace.pipelining.load_problem import I32, I64, LoadProblem
 from devplace.pipelining.native import solvers_module
 from devplace.pipelining.pairwise import improve
-from devplace.pipelining.problem import I32, I64, LoadProblem
 from devplace.pipelining.solve import NEVER, LoadSolution, solve, solve_contiguous
 from devplace.pipelining.step_problem import PS_PER_NS, StepProblem
 from devplace.problem import Placement, Problem

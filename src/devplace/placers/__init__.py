@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Evaluator, Score
+from devplace.placers.counted_simulator import Evaluator, Score
 from devplace.placers.exact.exact import Exact
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
@@ -31,7 +31,7 @@ from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
 from devplace.placers.simple.random import Random
 from devplace.placers.simple.single import Cpu, Single
-from devplace.placers.throughput import ThroughputResult
+from devplace.placers.throughput_placing import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl

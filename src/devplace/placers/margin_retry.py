@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Evaluator, Measure
+from devplace.placers.counted_simulator import Evaluator, Measure
 from devplace.placers.orders import has_micro_batches, in_trace_order
 from devplace.placers.placer import Placer
 from devplace.problem import Placement, Problem

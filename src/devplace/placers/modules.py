@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from devplace.graph import Op
 from devplace.graph.members import module_shares, parts_of
-from devplace.placers.groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
 from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.evaluate import Evaluator, Score
+from devplace.placers.counted_simulator import Evaluator, Score
 from devplace.problem import Placement, Problem
 
 

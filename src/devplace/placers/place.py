@@ -8,12 +8,12 @@ from typing import Any
 
 from devplace.errors import InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Measure
+from devplace.placers.counted_simulator import Measure
 from devplace.placers.infeasible import infeasible, no_room
 from devplace.placers.margin_retry import search
 from devplace.placers.placer import Placer
 from devplace.placers.result import Result, made_for
-from devplace.placers.throughput import place_throughput
+from devplace.placers.throughput_placing import place_throughput
 from devplace.plan import make_plan
 from devplace.problem import Problem
 from devplace.simulator.bounds import LowerBound, lower_bound

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.problem import Placement, Problem
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost import CostTable, transfer_times
-from devplace.cost.batch import copy_times
+from devplace.cost.batch_copies import copy_times
 from devplace.graph import OpGraph
 from devplace.graph.coarsen import parameter_name
 from devplace.graph.overwrite import overwritten_sources

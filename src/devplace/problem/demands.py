@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from devplace.errors import ProblemError
 from devplace.graph.members import parts_of
 from devplace.graph.patterns import cut_by, deciding, matches, names
-from devplace.problem.names import resolve_device
-from devplace.problem.weights import ByWeight, pins_by_weight
+from devplace.problem.device_names import resolve_device
+from devplace.problem.weight_pins import ByWeight, pins_by_weight
 
 if TYPE_CHECKING:
     from devplace.problem.problem import Problem

@@ -16,7 +16,7 @@ from devplace.graph.graph import BATCH_ON
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.demands import Demands, demands_of
-from devplace.problem.names import require_mapping, resolve_device, without_memory
+from devplace.problem.device_names import require_mapping, resolve_device, without_memory
 from devplace.problem.placement import Placement
 from devplace.units import NS_PER_S, format_bytes, parse_size
 

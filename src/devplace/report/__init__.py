@@ -8,15 +8,15 @@ from devplace.report.html import html_report, save_html_report
 from devplace.report.measured import measured_summary, not_observed
 from devplace.report.measured_memory import measured_memory_rows, measured_memory_table
 from devplace.report.memory import MemoryRow, memory_rows
-from devplace.report.pipeline import load_json, load_rows, plan_load_lines
 from devplace.report.summary import best_single, plan_summary
-from devplace.report.table import (
+from devplace.report.text_tables import (
     Skipped,
     comparison_json,
     comparison_table,
     memory_json,
     memory_table,
 )
+from devplace.report.throughput_plan import load_json, load_rows, plan_load_lines
 
 __all__ = [
     "Deviation",

@@ -17,8 +17,8 @@ from devplace.simulator import Timeline
 from devplace.units import NS_PER_US
 
 if TYPE_CHECKING:
+    from devplace.run.measured_timeline import MeasuredTimeline
     from devplace.run.schedule import PlannedTransfer as ScheduledTransfer
-    from devplace.run.timeline import MeasuredTimeline
 
 Event = dict[str, Any]
 Span = tuple[int, int, str, str, Event]

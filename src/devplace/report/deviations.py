@@ -16,8 +16,8 @@ from devplace.simulator import Timeline
 from devplace.units import format_bytes, format_time
 
 if TYPE_CHECKING:
+    from devplace.run.measured_timeline import MeasuredTimeline
     from devplace.run.schedule import PlannedTransfer as ScheduledTransfer
-    from devplace.run.timeline import MeasuredTimeline
 
 
 @dataclass(frozen=True)

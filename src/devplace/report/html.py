@@ -18,7 +18,7 @@ from devplace.report.chrome_trace import Span, lanes, planned_rows
 from devplace.report.explain import explain
 from devplace.report.memory import CATEGORIES, memory_rows
 from devplace.report.summary import best_single, devices_in_use, missing_text, plan_summary
-from devplace.report.table import Skipped, gap_text
+from devplace.report.text_tables import Skipped, gap_text
 from devplace.simulator import Timeline
 from devplace.units import format_bytes, format_time
 

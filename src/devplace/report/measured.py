@@ -8,7 +8,7 @@ from devplace.simulator import Timeline
 from devplace.units import format_time
 
 if TYPE_CHECKING:
-    from devplace.run.timeline import MeasuredTimeline
+    from devplace.run.measured_timeline import MeasuredTimeline
 
 
 def not_observed(timeline: Timeline, measured: MeasuredTimeline) -> list[str]:

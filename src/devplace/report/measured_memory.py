@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from devplace.units import format_bytes
 
 if TYPE_CHECKING:
-    from devplace.run.cuda.memory import DeviceMemory
+    from devplace.run.cuda.device_memory import DeviceMemory
 
 
 def measured_memory_rows(

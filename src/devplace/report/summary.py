@@ -10,7 +10,7 @@ from devplace.placers import Budget, Result, Single, ThroughputResult
 from devplace.placers.margin_retry import search
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
-from devplace.report.pipeline import load_rows
+from devplace.report.throughput_plan import load_rows
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.memory_bounds import least_needs
 from devplace.units import format_bytes, format_time

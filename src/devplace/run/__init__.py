@@ -2,8 +2,8 @@
 
 from devplace.run.check import CheckReport, check_step
 from devplace.run.compile import Step, compile_step
+from devplace.run.measured_timeline import MeasuredTimeline
 from devplace.run.planned import check, compile
-from devplace.run.timeline import MeasuredTimeline
 
 __all__ = [
     "CheckReport",

@@ -12,9 +12,9 @@ import torch
 from devplace.errors import VerificationError
 from devplace.graph import Captured
 from devplace.graph.graph import StepResult
+from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.copies import clone_tensor
 from devplace.run.executors import Executor, make_executor, runs_on_cuda
-from devplace.run.inputs import bind_inputs, bind_scalars
 from devplace.run.mailbox import CopyFunction
 from devplace.run.own_step import OwnStep, run_own, why_not_run
 from devplace.run.schedule import Schedule, make_schedule

@@ -15,16 +15,16 @@ from devplace.errors import ExecutionError, InputError
 from devplace.graph import Captured
 from devplace.graph.program import Constant
 from devplace.kernels.prepare import prepare
-from devplace.run.captured import CapturedFacts, SharedValues
+from devplace.run.assumptions import CapturedFacts, SharedValues
+from devplace.run.batch_inputs import bind_inputs, bind_scalars, require_values
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import StepOutcome
 from devplace.run.executors import Executor, make_executor, used_devices
-from devplace.run.inputs import bind_inputs, bind_scalars, require_values
 from devplace.run.mailbox import CopyFunction
+from devplace.run.measured_timeline import MeasuredTimeline
 from devplace.run.schedule import make_schedule
 from devplace.run.stale import StaleGuard
 from devplace.run.state import ModelState
-from devplace.run.timeline import MeasuredTimeline
 from devplace.step_capture.optimizers.several import as_one, each_of
 
 

@@ -14,9 +14,9 @@ from devplace.errors import ExecutionError
 from devplace.run.codegen import DeviceCode, StoppedError, failed_instruction, generate
 from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
+from devplace.run.measured_timeline import MeasuredTimeline, make_timeline
 from devplace.run.schedule import Schedule, stored_sources
 from devplace.run.seeds import RandomKeys
-from devplace.run.timeline import MeasuredTimeline, make_timeline
 from devplace.run.workers import Workers
 
 RETRY = "Nothing of this step was applied; correct the cause and step again."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from devplace.graph import Captured, OpGraph, as_captured
-from devplace.run.order import check_order
+from devplace.run.order_check import check_order
 
 InstructionKind = Literal["load", "call", "send", "receive"]
 

@@ -2,7 +2,7 @@
 
 from devplace.simulator.kernel import SimulatorKernel, make_kernel, native_module
 from devplace.simulator.reference import CoreTimeline
-from devplace.simulator.step import simulate
+from devplace.simulator.simulate_placement import simulate
 from devplace.simulator.timeline import Timeline, Transfer
 
 __all__ = [

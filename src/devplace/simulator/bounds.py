@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem import Problem
-from devplace.simulator.loads import dual_weights, memory_load, window_bound
 from devplace.simulator.memory_bounds import Needs, least_needs
 from devplace.simulator.paths import NEVER, Paths, communication_paths
+from devplace.simulator.shared_work import dual_weights, memory_load, window_bound
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]

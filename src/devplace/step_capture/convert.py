@@ -23,7 +23,7 @@ from devplace.step_capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.step_capture.guards.place import Place
+from devplace.step_capture.guards.rechecked import Place
 from devplace.step_capture.guards.values import ANYTHING, mapped
 from devplace.step_capture.layouts import counted
 from devplace.step_capture.refuse import own_generator

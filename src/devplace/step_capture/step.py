@@ -19,7 +19,7 @@ from devplace.step_capture.batch import check_leaf, leaf_names, open_objects
 from devplace.step_capture.ctc import lengths_in_tensors
 from devplace.step_capture.fakes import Fakes, windows_trusted
 from devplace.step_capture.guards.frames import Frames, left_alone
-from devplace.step_capture.guards.host import draws_on_host, host_watched
+from devplace.step_capture.guards.host_state import draws_on_host, host_watched
 from devplace.step_capture.guards.twice import Recorder
 from devplace.step_capture.loss import (
     Returned,

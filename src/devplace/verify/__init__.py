@@ -1,11 +1,11 @@
 """Independent checks of solutions: plain, slow, and sharing no code with what they check."""
 
-from devplace.verify.latency import verify_latency
-from devplace.verify.loads import LoadVerdict, verify_loads, verify_throughput_plan
+from devplace.verify.latency_objective import verify_latency
 from devplace.verify.makespan import verify_makespan
-from devplace.verify.pipeline import Stage, verify_pipeline, verify_variants
-from devplace.verify.step import StepVerdict, verify_placement, verify_plan, verify_step
-from devplace.verify.throughput import verify_throughput
+from devplace.verify.pipeline_loads import LoadVerdict, verify_loads, verify_throughput_plan
+from devplace.verify.plan_verdict import StepVerdict, verify_placement, verify_plan, verify_step
+from devplace.verify.stage_costs import Stage, verify_pipeline, verify_variants
+from devplace.verify.throughput_objective import verify_throughput
 from devplace.verify.verdict import Verdict
 
 __all__ = [

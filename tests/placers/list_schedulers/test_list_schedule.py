@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.strategies import random_problem
 
 from devplace.placers import Budget, Etf, Evaluator, Heft, MEtf, MSct, Placer
-from devplace.placers.groups import accelerators
+from devplace.placers.colocation_groups import accelerators
 from devplace.placers.list_schedulers.earliest import EarliestFirst
 from devplace.placers.list_schedulers.list_schedule import ListSchedule, best_of, upward_rank
 from devplace.problem import Problem

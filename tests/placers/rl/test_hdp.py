@@ -12,7 +12,6 @@ from tests.placers.rl.cases import environment, layered, three_ops
 
 from devplace.placers import place
 from devplace.placers.rl import features
-from devplace.placers.rl.costs import sqrt_reward
 from devplace.placers.rl.environment import Environment
 from devplace.placers.rl.grouping import Grouping
 from devplace.placers.rl.hdp import (
@@ -26,6 +25,7 @@ from devplace.placers.rl.hdp import (
 from devplace.placers.rl.losses import reinforce
 from devplace.placers.rl.op_embeddings import OpEmbeddings
 from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.penalties import sqrt_reward
 from devplace.problem import Problem
 from devplace.testing import hand_machine, hand_problem
 

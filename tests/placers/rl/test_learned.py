@@ -20,9 +20,10 @@ from devplace.cost.analytic import Analytic
 from devplace.errors import InfeasibleError, InputError
 from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator, Learned, Search, place
-from devplace.placers.rl import weights
+from devplace.placers.rl import saved_weights
 from devplace.placers.rl.count_head import RULE
 from devplace.placers.rl.environment import Environment
+from devplace.placers.rl.grouping_choices import Partings, counts_around
 from devplace.placers.rl.learned import (
     Own,
     Samples,
@@ -33,10 +34,9 @@ from devplace.placers.rl.learned import (
     score,
 )
 from devplace.placers.rl.pair_policy import PairPolicy
-from devplace.placers.rl.parting import FEW, edge_ns, worth_parting
-from devplace.placers.rl.partings import Partings, counts_around
 from devplace.placers.rl.policies import log_prob
-from devplace.placers.rl.scene import BINS, Scene, earliest_starts
+from devplace.placers.rl.sized_groups import FEW, edge_ns, worth_parting
+from devplace.placers.rl.state_features import BINS, Scene, earliest_starts
 from devplace.problem import Problem
 from devplace.step_capture import capture
 from devplace.testing import check_placer, hand_machine, hand_problem
@@ -64,12 +64,12 @@ def test_shipped_weights_load_without_network(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("no network")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    record = weights.load_into(PairPolicy(), weights.SHIPPED)
-    assert weights.SHIPPED.stat().st_size < 100_000
+    record = saved_weights.load_into(PairPolicy(), saved_weights.SHIPPED)
+    assert saved_weights.SHIPPED.stat().st_size < 100_000
     assert not set(record["train"]) & {*record["validation"], *record["test"]}
     assert record["provenance"]["commit"]
     assert record["updates"] > 0
-    values, _ = weights.read(weights.SHIPPED)
+    values, _ = saved_weights.read(saved_weights.SHIPPED)
     assert all(torch.isfinite(value).all() for value in values.values())
     assert float(values["score.layers.4.weight"].abs().max()) > 0  # zero before training
 
@@ -77,8 +77,8 @@ def test_shipped_weights_load_without_network(monkeypatch: pytest.MonkeyPatch) -
 def test_weights_survive_the_disk(tmp_path: Path) -> None:
     """What is written is read again, to half precision, with its record."""
     network, again = PairPolicy(8), PairPolicy(8)
-    weights.write(tmp_path / "w.npz", network, {"seed": 3})
-    assert weights.load_into(again, tmp_path / "w.npz") == {"seed": 3}
+    saved_weights.write(tmp_path / "w.npz", network, {"seed": 3})
+    assert saved_weights.load_into(again, tmp_path / "w.npz") == {"seed": 3}
     for one, other in zip(network.parameters(), again.parameters(), strict=True):
         assert torch.allclose(one, other, atol=2e-3)
 
@@ -91,7 +91,7 @@ def test_weights_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     for name in ("none.npz", "text.npz", "bare.npz", "objects.npz"):
         with pytest.raises(InputError, match="Cannot read weights"):
             place(three_ops(), Learned(weights=tmp_path / name), "1ev")
-    weights.write(tmp_path / "other.npz", PairPolicy(8), {})
+    saved_weights.write(tmp_path / "other.npz", PairPolicy(8), {})
     with pytest.raises(InputError, match=r"do not fit the policy: .* expected"):
         place(three_ops(), Learned(weights=tmp_path / "other.npz"), "1ev")
     with pytest.raises(InputError, match="do not fit"):
@@ -140,7 +140,7 @@ def test_memory_that_would_certainly_not_do_is_kept_clear() -> None:
     lines += [f"a{k} = f(a{k - 1}, w{k}) bytes=1 ns=10" for k in (1, 2)]
     lines += [f"u{k} = sgd(w{k}, a{k}) bytes=0 ns=1 replaces=w{k}" for k in range(3)]
     problem = hand_problem("\n".join(lines), hand_machine({f"gpu:{k}": 100 for k in range(3)}))
-    for trained in (weights.SHIPPED, None):
+    for trained in (saved_weights.SHIPPED, None):
         assert place(problem, Learned(weights=trained), "1ev").is_feasible
     with pytest.raises(InfeasibleError):
         place(replace(problem, limits={"gpu:0": 20}), Learned(), "20ev")
@@ -364,7 +364,7 @@ def test_equal_devices_are_told_apart_by_what_is_on_them_only(graph: Any) -> Non
     problem = on(graph, "cpux3", 20)
     scored = Environment(Evaluator(problem, Budget()), worth_parting(problem))
     scene, policy = Scene(scored), PairPolicy()
-    weights.load_into(policy, weights.SHIPPED)
+    saved_weights.load_into(policy, saved_weights.SHIPPED)
     rows = []
     for swap in (np.array([0, 1, 2]), np.array([2, 0, 1])):
         progress = scene.begin(1)
@@ -380,5 +380,5 @@ def test_equal_devices_are_told_apart_by_what_is_on_them_only(graph: Any) -> Non
 
 def test_the_record_is_text() -> None:
     """Families, machines and seed can be read with numpy alone."""
-    with np.load(weights.SHIPPED, allow_pickle=False) as data:
+    with np.load(saved_weights.SHIPPED, allow_pickle=False) as data:
         assert "nmt" in json.loads(str(data["record"]))["train"]

@@ -10,7 +10,7 @@ import torch
 from tests.placers.rl.cases import all_actions, environment, exact_gradient, three_ops
 
 from devplace.placers.rl import losses, policies
-from devplace.placers.rl.costs import sqrt_reward
+from devplace.placers.rl.penalties import sqrt_reward
 
 
 def setting() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

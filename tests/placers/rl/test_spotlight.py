@@ -11,9 +11,9 @@ from tests.placers.rl.cases import all_actions, curves, environment, layered, lo
 
 from devplace.errors import InputError
 from devplace.placers import place
-from devplace.placers.rl.costs import sqrt_reward
 from devplace.placers.rl.features import group_features
 from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.penalties import sqrt_reward
 from devplace.placers.rl.policies import log_prob
 from devplace.placers.rl.seq2seq import Seq2Seq
 from devplace.placers.rl.spotlight import Spotlight

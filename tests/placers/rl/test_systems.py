@@ -17,8 +17,8 @@ from tests.strategies import random_problem
 from devplace import placers
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers import LEARNING, Budget, place
-from devplace.placers.rl.costs import sqrt_reward
 from devplace.placers.rl.options import TrainingOptions
+from devplace.placers.rl.penalties import sqrt_reward
 from devplace.problem import Problem
 from devplace.testing import brute_force, check_placer, hand_machine, hand_problem
 

@@ -16,8 +16,8 @@ from devplace.machine.detect import gpu_machine
 from devplace.run.copies import clone_tensor
 from devplace.run.probe import ProbeReport, machine_from_probe, probe
 from devplace.run.probe.channels import channels
-from devplace.run.probe.cpu import CpuBench
-from devplace.run.probe.measure import run_probe
+from devplace.run.probe.mailboxes import CpuBench
+from devplace.run.probe.probe_run import run_probe
 
 FAULTY = ("cuda:0", "cuda:1")
 

@@ -40,7 +40,7 @@ def fuse(graph: OpGraph, part: Part | None = None) -> OpGraph:
     fused, tensor_of = _records(graph, units)
     if not isinstance(graph, Captured):
         return replace(fused, plain=graph)
-    from devplace.graph.fusion.program import fused_program
+    from devplace.graph.fusion.fused_program import fused_program
 
     program = fused_program(graph, units, fused, tensor_of)
     return replace(

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
 from devplace.pipelining.cp_sat import cp_model, solve
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.colocation_groups import mean_duration_ns
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.exact.model import Space, StepModel
 from devplace.placers.exact.size import MAX_CONSTRAINTS, ModelSizeError, num_constraints
 from devplace.placers.extras import missing
-from devplace.placers.groups import mean_duration_ns
 from devplace.placers.local_search.classes import make_classes
 from devplace.placers.local_search.search import Search
 from devplace.problem import Placement, Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from devplace.placers.groups import I32, mean_duration_ns
+from devplace.placers.colocation_groups import I32, mean_duration_ns
 from devplace.problem import Problem
 
 

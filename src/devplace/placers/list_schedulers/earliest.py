@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from devplace.placers.groups import I32, accelerators
+from devplace.placers.colocation_groups import I32, accelerators
 from devplace.placers.list_schedulers.list_schedule import ListSchedule
 from devplace.problem import Problem
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import accelerators
+from devplace.placers.colocation_groups import accelerators
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.earliest import EarliestFirst
 from devplace.placers.list_schedulers.list_schedule import best_of, upward_rank
 from devplace.problem import Placement, Problem

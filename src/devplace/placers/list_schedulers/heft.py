@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.list_schedule import ListSchedule, best_of, upward_rank
 from devplace.problem import Placement, Problem
 

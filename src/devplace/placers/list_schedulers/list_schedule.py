@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import legal, op_devices
+from devplace.placers.colocation_groups import legal, op_devices
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.ledger import MemoryLedger
 from devplace.problem import Placement, Problem
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.colocation_groups import I32, accelerators, mean_duration_ns
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.extras import missing
-from devplace.placers.groups import I32, accelerators, mean_duration_ns
 from devplace.placers.list_schedulers.coplace import coplaced
 from devplace.placers.list_schedulers.earliest import EarliestFirst, Entry
 from devplace.placers.list_schedulers.favourites import I64, TaskDag, favourite_children

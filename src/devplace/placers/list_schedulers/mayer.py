@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.errors import InputError
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import I32, accelerators, legal, op_devices
+from devplace.placers.colocation_groups import I32, accelerators, legal, op_devices
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.list_schedule import (
     ListSchedule,
     mean_transfer_ns,

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.annealing import CoolingSchedule, MoveSpace
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import legal
+from devplace.placers.colocation_groups import legal
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement, Classes
 from devplace.problem import Problem
 

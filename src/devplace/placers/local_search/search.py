@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from devplace.graph.coarsen import coarsen, max_depth, side_owner
 from devplace.placers.annealing import MOVES, CoolingSchedule, Moves
 from devplace.placers.budget import Budget
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import (
+from devplace.placers.colocation_groups import (
     accelerators,
     by_vote,
     mean_duration_ns,
     op_devices,
 )
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
 from devplace.placers.local_search.classes import BestPlacement, Classes, Incumbent, make_classes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from devplace.pipelining import contiguous_step
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.partitioners.pipedream import PipeDream
 from devplace.problem import Placement, Problem
 

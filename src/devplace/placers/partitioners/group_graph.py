@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.groups import group_time_ns
+from devplace.placers.colocation_groups import group_time_ns
 from devplace.problem import Problem
 
 I64 = NDArray[np.int64]

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from devplace.errors import InputError
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.colocation_groups import I32, I64, accelerators, legal, op_devices
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.extras import missing
-from devplace.placers.groups import I32, I64, accelerators, legal, op_devices
 from devplace.placers.partitioners.group_graph import (
     GroupGraph,
     device_weights,

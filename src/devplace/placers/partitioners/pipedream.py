@@ -7,8 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import I32, accelerators, by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import (
+    I32,
+    accelerators,
+    by_vote,
+    mean_duration_ns,
+    op_devices,
+)
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import module_chain
 from devplace.placers.simple.even import shares
 from devplace.problem import Placement, Problem

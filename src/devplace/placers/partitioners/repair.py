@@ -7,8 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import I32, I64, accelerators, legal, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import (
+    I32,
+    I64,
+    accelerators,
+    legal,
+    mean_duration_ns,
+    op_devices,
+)
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import module_chain
 from devplace.placers.orders import best_score
 from devplace.placers.partitioners.group_graph import GroupGraph, group_graph

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.colocation_groups import I32, legal, op_devices
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.extras import missing
-from devplace.placers.groups import I32, legal, op_devices
 from devplace.placers.partitioners.group_graph import device_weights, group_graph, mean_work, scaled
 from devplace.placers.partitioners.repair import repaired
 from devplace.problem import Placement, Problem

@@ -36,13 +36,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.rl.costs import MovingAverage, failing_signal, memory_rule, sqrt_reward
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.features import group_features
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import approximate_kl, reinforce
 from devplace.placers.rl.options import TrainingOptions, check_settings
+from devplace.placers.rl.penalties import MovingAverage, failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.policies import entropy, log_prob
 from devplace.placers.rl.seq2seq import Seq2Seq
 from devplace.placers.rl.training import Training

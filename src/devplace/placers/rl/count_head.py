@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from devplace.placers.rl.mlp import Mlp
 from devplace.placers.rl.policies import masked
-from devplace.placers.rl.scene import PROBLEM_FEATURES
+from devplace.placers.rl.state_features import PROBLEM_FEATURES
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Counts to choose from, as multiples of the rule's."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.graph.coarsen import coarsen, max_depth
-from devplace.placers.groups import accelerators, group_time_ns
+from devplace.placers.colocation_groups import accelerators, group_time_ns
 from devplace.placers.partitioners.group_graph import GroupGraph, group_graph, mean_work
 from devplace.problem import Problem
 

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.errors import InputError
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.rl.costs import failing_signal, sqrt_reward
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.environment import Environment, Outcome, nothing_to_place
 from devplace.placers.rl.features import (
     device_features,
@@ -26,6 +25,7 @@ from devplace.placers.rl.features import (
     op_types,
 )
 from devplace.placers.rl.grouping import colocated, colocation
+from devplace.placers.rl.penalties import failing_signal, sqrt_reward
 
 try:
     import gymnasium

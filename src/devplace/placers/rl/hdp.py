@@ -64,9 +64,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl import policies
-from devplace.placers.rl.costs import MovingAverage, failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.grouping import colocation
 from devplace.placers.rl.losses import approximate_kl, reinforce
@@ -74,6 +73,7 @@ from devplace.placers.rl.mlp import Mlp
 from devplace.placers.rl.noise import NoisySeq2Seq, noise_of, noisy
 from devplace.placers.rl.op_embeddings import OpEmbeddings
 from devplace.placers.rl.options import TrainingOptions, check_settings
+from devplace.placers.rl.penalties import MovingAverage, failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.policies import bounded, entropy, masked, sample
 from devplace.placers.rl.training import Training
 from devplace.problem import Placement, Problem

@@ -50,18 +50,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.rl.costs import HardLimit
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.count_head import RULE
 from devplace.placers.rl.environment import Outcome, nothing_to_place
 from devplace.placers.rl.grouping import Grouping
+from devplace.placers.rl.grouping_choices import Partings, joined_outcomes
 from devplace.placers.rl.losses import approximate_kl, ppo_clip, standardised
 from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.pair_policy import PairPolicy
-from devplace.placers.rl.partings import Partings, joined_outcomes
+from devplace.placers.rl.penalties import HardLimit
 from devplace.placers.rl.policies import entropy, log_prob, sample
+from devplace.placers.rl.saved_weights import SHIPPED, load_into
 from devplace.placers.rl.training import Training, Values
-from devplace.placers.rl.weights import SHIPPED, load_into
 from devplace.problem import Placement, Problem
 
 

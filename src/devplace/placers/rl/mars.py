@@ -43,15 +43,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.advantages import scaled
-from devplace.placers.rl.costs import MovingAverage, failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.dgi import Discriminator, pretrain
 from devplace.placers.rl.encoders import GcnEncoder, NodeGraph, node_graph
 from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.grouping import colocated, colocation
 from devplace.placers.rl.losses import approximate_kl, ppo_clip
 from devplace.placers.rl.options import TrainingOptions, check_settings
+from devplace.placers.rl.penalties import MovingAverage, failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.policies import entropy, log_prob
 from devplace.placers.rl.segments import SegmentSeq2Seq
 from devplace.placers.rl.training import Training

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from devplace.placers.rl.count_head import CountHead
 from devplace.placers.rl.mlp import Mlp
 from devplace.placers.rl.policies import masked, sample
-from devplace.placers.rl.scene import GROUP_FEATURES, PAIR_FEATURES, QUEUE, TRAFFIC, Scene
+from devplace.placers.rl.state_features import GROUP_FEATURES, PAIR_FEATURES, QUEUE, TRAFFIC, Scene
 
 I64 = NDArray[np.int64]
 LIMIT = 3.0

@@ -51,15 +51,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.advantages import discounted, scaled
-from devplace.placers.rl.costs import HardLimit, PublishedRule, memory_rule, soft_penalty
 from devplace.placers.rl.environment import Environment, Outcome, nothing_to_place
 from devplace.placers.rl.features import group_adjacency, group_bytes, group_costs, group_edges
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import reinforce
 from devplace.placers.rl.mlp import Mlp
 from devplace.placers.rl.options import TrainingOptions, check_settings
+from devplace.placers.rl.penalties import HardLimit, PublishedRule, memory_rule, soft_penalty
 from devplace.placers.rl.policies import entropy, log_prob, masked, sample
 from devplace.placers.rl.training import Training, Values
 from devplace.problem import Placement, Problem

@@ -42,12 +42,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.rl.costs import HardLimit, MovingAverage, sqrt_reward
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import adapted_beta, ppo_penalty, reinforce, standardised
 from devplace.placers.rl.options import TrainingOptions, check_settings
+from devplace.placers.rl.penalties import HardLimit, MovingAverage, sqrt_reward
 from devplace.placers.rl.policies import divergence, entropy, log_prob, masked, sample
 from devplace.placers.rl.training import Training, Values
 from devplace.problem import Placement, Problem

@@ -36,13 +36,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.rl.costs import failing_signal, memory_rule, sqrt_reward
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.environment import Environment, nothing_to_place
 from devplace.placers.rl.features import group_features
 from devplace.placers.rl.grouping import colocated
 from devplace.placers.rl.losses import adapted_beta, ppo_penalty, standardised
 from devplace.placers.rl.options import TrainingOptions, check_settings
+from devplace.placers.rl.penalties import failing_signal, memory_rule, sqrt_reward
 from devplace.placers.rl.policies import divergence, entropy, log_prob
 from devplace.placers.rl.seq2seq import Seq2Seq
 from devplace.placers.rl.training import Training, Values

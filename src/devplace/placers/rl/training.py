@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from devplace.errors import CheckpointError, InputError
 from devplace.files import read_whole, write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
-from devplace.placers.evaluate import Evaluator
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.rl.curves import Curves
 from devplace.placers.rl.environment import Outcome
 from devplace.placers.rl.options import TrainingOptions

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import accelerators, legal, op_devices
+from devplace.placers.colocation_groups import accelerators, legal, op_devices
+from devplace.placers.counted_simulator import Evaluator
 from devplace.problem import Placement, Problem
 
 

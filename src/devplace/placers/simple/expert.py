@@ -9,8 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import I32, accelerators, by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import (
+    I32,
+    accelerators,
+    by_vote,
+    mean_duration_ns,
+    op_devices,
+)
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import ModuleChain, module_chain
 from devplace.placers.orders import best_score
 from devplace.problem import Placement, Problem

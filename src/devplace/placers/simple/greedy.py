@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import accelerators
+from devplace.placers.colocation_groups import accelerators
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
 

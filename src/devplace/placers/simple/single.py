@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from devplace.errors import ProblemError
-from devplace.placers.evaluate import Evaluator
-from devplace.placers.groups import legal, op_devices
+from devplace.placers.colocation_groups import legal, op_devices
+from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.orders import best_score
 from devplace.problem import Placement, Problem
 

@@ -14,8 +14,8 @@ from devplace.kernels import kernel_of
 from devplace.kernels.fused import kernel_of_call
 from devplace.run.codegen import last_uses
 from devplace.run.copies import as_traced
-from devplace.run.cuda.clock import Clock
-from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.random_ops import RandomOps
+from devplace.run.cuda.timestamps import Clock
 from devplace.run.cuda.transient_values import LightValues
 from devplace.run.schedule import Schedule
 from devplace.run.write_back import DeviceWrites, Over, Scratch, WriteBack, out_overload

@@ -11,14 +11,14 @@ from operator import itemgetter
 from typing import Any
 
 from devplace.run.copies import pack_tensor
-from devplace.run.cuda.clock import Clocks, timed_transfer
 from devplace.run.cuda.device import CudaDevice, empty_like_layout
+from devplace.run.cuda.device_memory import MemoryMeter
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.host import HostDevice
-from devplace.run.cuda.memory import MemoryMeter
 from devplace.run.cuda.push import words_of
-from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.routes import Route
+from devplace.run.cuda.timestamps import Clocks, timed_transfer
 from devplace.run.cuda.transient_values import lightened
 from devplace.run.linear import Place
 from devplace.run.schedule import Schedule

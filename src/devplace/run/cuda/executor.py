@@ -20,8 +20,8 @@ from devplace.errors import (
     LateTensorError,
 )
 from devplace.run.cpu import StepOutcome
-from devplace.run.cuda.clock import Clock, collect, make_clocks, offset_ns
 from devplace.run.cuda.device import CudaDevice
+from devplace.run.cuda.device_memory import DeviceMemory, device_memory
 from devplace.run.cuda.eager import AnyDevice, EagerRunner
 from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.cuda.failures import (
@@ -34,11 +34,11 @@ from devplace.run.cuda.failures import (
 )
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
-from devplace.run.cuda.memory import DeviceMemory, device_memory
 from devplace.run.cuda.peer_channels import PeerChannels
 from devplace.run.cuda.push import Push, push
-from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
+from devplace.run.cuda.timestamps import Clock, collect, make_clocks, offset_ns
 from devplace.run.linear import linear_order
 from devplace.run.schedule import Schedule, is_cpu, source_bytes, stored_sources
 from devplace.run.seeds import RandomKeys

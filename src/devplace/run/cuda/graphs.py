@@ -14,21 +14,21 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.run.cuda.arena import Arena, choose_arenas, copied_bytes, step_peaks
-from devplace.run.cuda.clock import Clock, Clocks
 from devplace.run.cuda.device import CudaDevice
-from devplace.run.cuda.device_pass import DevicePass, StateWrites
-from devplace.run.cuda.expandable import expandable_segments
-from devplace.run.cuda.failures import forget_frames, is_out_of_memory
-from devplace.run.cuda.host import HostCrew, LateError
-from devplace.run.cuda.memory import (
+from devplace.run.cuda.device_memory import (
     allowed_bytes,
     max_allocated_bytes,
     pool_memory,
     reserve_arena,
 )
+from devplace.run.cuda.device_pass import DevicePass, StateWrites
+from devplace.run.cuda.expandable import expandable_segments
+from devplace.run.cuda.failures import forget_frames, is_out_of_memory
+from devplace.run.cuda.host import HostCrew, LateError
 from devplace.run.cuda.peer_channels import FlagCarrier, PeerChannels
-from devplace.run.cuda.random import RandomOps
+from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.timeouts import first_cause
+from devplace.run.cuda.timestamps import Clock, Clocks
 from devplace.run.linear import Place, freed_before, joined_before
 from devplace.run.workers import Workers
 from devplace.run.write_back import DeviceWrites

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from devplace.run.cuda.clock import Clock, timed_transfer
 from devplace.run.cuda.device import CudaDevice, Flags, empty_like_layout
 from devplace.run.cuda.host_push import fetch_from_host, send_to_host, wait_for_host
 from devplace.run.cuda.packing import Packing, num_span_bytes
 from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
 from devplace.run.cuda.push import Push, same_layout, wait, words_of
 from devplace.run.cuda.routes import Route, neighbours
+from devplace.run.cuda.timestamps import Clock, timed_transfer
 from devplace.run.linear import come_with_others, lane_of
 from devplace.run.schedule import Schedule
 from devplace.simulator.send_lifetimes import JOINED_BYTES

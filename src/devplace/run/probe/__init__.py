@@ -11,10 +11,10 @@ import torch
 
 from devplace import __version__
 from devplace.machine import Machine
-from devplace.run.probe.cache import cached_report, keep_report
-from devplace.run.probe.cpu import CpuBench
-from devplace.run.probe.machine import link_fit, machine_from_probe
-from devplace.run.probe.measure import Bench, run_probe
+from devplace.run.probe.kept_probe import cached_report, keep_report
+from devplace.run.probe.mailboxes import CpuBench
+from devplace.run.probe.probe_run import Bench, run_probe
+from devplace.run.probe.probed_machine import link_fit, machine_from_probe
 from devplace.run.probe.report import DeviceReport, PairReport, ProbeReport, Sharing, StepReport
 
 __all__ = [

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from devplace.errors import CaptureError
-from devplace.step_capture.guards.names import (
+from devplace.step_capture.guards.attribute_reads import Reads
+from devplace.step_capture.guards.code_names import (
     UNKNOWN,
     Names,
     is_users,
@@ -23,8 +24,7 @@ from devplace.step_capture.guards.names import (
     num_arguments,
     uses_of_names,
 )
-from devplace.step_capture.guards.place import Place, enclosed
-from devplace.step_capture.guards.read import Reads
+from devplace.step_capture.guards.rechecked import Place, enclosed
 from devplace.step_capture.guards.values import differs, kept
 from devplace.step_capture.guards.written import Outliving
 from devplace.step_capture.sources import Slots, memory

@@ -16,8 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
-from devplace.step_capture.guards.host import global_generators
-from devplace.step_capture.guards.names import LOADS, WRITERS, is_users
+from devplace.step_capture.guards.code_names import LOADS, WRITERS, is_users
+from devplace.step_capture.guards.host_state import global_generators
 from devplace.step_capture.guards.values import (
     NOTHING,
     differs,

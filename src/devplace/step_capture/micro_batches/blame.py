@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from devplace.step_capture.analysis import tensors_in, view_bases
-from devplace.step_capture.micro_batches.evaluate import NotEvaluatedError, evaluate
+from devplace.step_capture.micro_batches.double_precision import NotEvaluatedError, evaluate
 from devplace.step_capture.tags import describe_place
 
 Node: TypeAlias = torch.fx.Node

@@ -22,7 +22,7 @@ from devplace.step_capture.micro_batches.compare import (
     numbers,
     part,
 )
-from devplace.step_capture.micro_batches.evaluate import KernelError, NotEvaluatedError
+from devplace.step_capture.micro_batches.double_precision import KernelError, NotEvaluatedError
 from devplace.step_capture.refuse import NotInChunksError
 from devplace.step_capture.request import CaptureRequest
 from devplace.step_capture.step import TracedStep

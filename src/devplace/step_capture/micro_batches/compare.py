@@ -9,7 +9,11 @@ from typing import TypeAlias
 import torch
 
 from devplace.step_capture.analysis import results
-from devplace.step_capture.micro_batches.evaluate import NotEvaluatedError, evaluate, why_too_large
+from devplace.step_capture.micro_batches.double_precision import (
+    NotEvaluatedError,
+    evaluate,
+    why_too_large,
+)
 from devplace.step_capture.request import CaptureRequest
 from devplace.step_capture.step import TracedStep
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from devplace.errors import ExecutionError
-from devplace.run.cuda.clock import DeviceClock
 from devplace.run.cuda.device import Flags
 from devplace.run.cuda.probe.port import (
     WAIT_LIMIT_NS,
@@ -20,6 +19,7 @@ from devplace.run.cuda.probe.port import (
     stamped,
 )
 from devplace.run.cuda.push import Push, wait
+from devplace.run.cuda.timestamps import DeviceClock
 from devplace.run.workers import Workers
 
 # Size -> rounds at that size: fewer of what takes longer.

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from devplace.run.cuda.clock import DeviceClock
 from devplace.run.cuda.device import Flags
 from devplace.run.cuda.probe.port import WAIT_LIMIT_NS, Port, least_gaps, stamped
 from devplace.run.cuda.push import Push, wait
+from devplace.run.cuda.timestamps import DeviceClock
 from devplace.run.probe.report import DeviceReport
 
 OPS = 96
@@ -107,7 +107,7 @@ def _fork_ns(port: Port, value: Any, side: Any) -> int:
 
 def _launch_gap_ns(port: Port) -> int:
     """Time from the end of one kernel to the start of the next one in a chain, ns."""
-    from devplace.run.cuda.probe import kernels
+    from devplace.run.cuda.probe import probe_kernels
 
     num = OPS // EVERY
     with port.current():
@@ -115,7 +115,7 @@ def _launch_gap_ns(port: Port) -> int:
 
     def record(_: DeviceClock) -> None:
         for k in range(num):
-            kernels.span_kernel[(1,)](spans, 2 * k, num_warps=1)
+            probe_kernels.span_kernel[(1,)](spans, 2 * k, num_warps=1)
 
     stamped(port, record, 1, 1)
     times = spans.tolist()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from devplace.errors import ExecutionError
-from devplace.run.cuda.clock import DeviceClock
 from devplace.run.cuda.device import CudaDevice, Flags
 from devplace.run.cuda.push import _driver
+from devplace.run.cuda.timestamps import DeviceClock
 from devplace.run.workers import Workers
 
 WAIT_LIMIT_NS = 500_000_000
@@ -47,12 +47,12 @@ class Port(CudaDevice):
 
     def rehearse(self) -> None:
         """Run the kernels of the probe itself once, so that they are compiled and loaded."""
-        from devplace.run.cuda.probe import kernels
+        from devplace.run.cuda.probe import probe_kernels
 
         with self.current():
             times = torch.zeros(2, dtype=torch.int64, device=self.torch_device)
-            kernels.span_kernel[(1,)](times, 0, num_warps=1)
-            kernels.spin_kernel[(1,)](times, 16_000, num_warps=1)
+            probe_kernels.span_kernel[(1,)](times, 0, num_warps=1)
+            probe_kernels.spin_kernel[(1,)](times, 16_000, num_warps=1)
             DeviceClock(1, self.torch_device).stamp("begin")
             torch.zeros(1, device=self.torch_device).add_(1)
             self.flags.epoch.add_(1)

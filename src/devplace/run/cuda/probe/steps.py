@@ -19,7 +19,7 @@ STEPS = 30
 
 def measure_steps(ports: Sequence[Port], workers: Workers) -> StepReport:
     """Time steps as the graph runner does them: one thread per device, all wait for all."""
-    from devplace.run.cuda.probe import kernels
+    from devplace.run.cuda.probe import probe_kernels
 
     spent = {}
     for port in ports:
@@ -27,7 +27,7 @@ def measure_steps(ports: Sequence[Port], workers: Workers) -> StepReport:
             spent[port.index] = torch.zeros(1, dtype=torch.int64, device=port.torch_device)
 
     def long(port: Port) -> None:
-        kernels.spin_kernel[(1,)](spent[port.index], SPIN_NS, num_warps=1)
+        probe_kernels.spin_kernel[(1,)](spent[port.index], SPIN_NS, num_warps=1)
 
     def short(port: Port) -> None:
         spent[port.index].add_(1)
