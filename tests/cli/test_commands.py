@@ -300,7 +300,7 @@ def test_a_wrong_copy_is_exit_code_4(folder: Path) -> None:
         "import functools, sys\n"
         "import devplace.run.planned as planned\n"
         "wrong = lambda x, *rest: x.clone() + 1 if x.is_floating_point() else x.clone()\n"
-        "planned.check = functools.partial(planned.check, copy=wrong)\n"
+        "planned.check_step = functools.partial(planned.check_step, copy=wrong)\n"
         "from devplace.cli import main\n"
         "sys.argv = ['devplace', 'run', 'pinned.json']\n"
         "main()\n"
