@@ -2,7 +2,8 @@
 # minutes (torch is large); later ones start at once and reinstall only what changed.
 #
 #   make demo        plan a translation model for four GPUs and compare the ways to place it
-#   make test        run all tests            make test-gpu   those that need a CUDA device
+#   make test        run the tests            make test-gpu   those that need a CUDA device
+#   make test-slow   those that take seconds each
 #   make lint        formatting, types, import directions
 #   make docs        HTML in docs/_build      make bench      speed of capture, simulator, start
 #   make fuzz        100,000 damaged files for every reader, 200 kills while writing
@@ -20,7 +21,7 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu fuzz lint docs bench clean FORCE
+.PHONY: help demo test test-slow test-gpu fuzz lint docs bench clean FORCE
 
 BIN := .venv/bin
 DONE := .venv/devplace
@@ -39,7 +40,10 @@ demo: $(DONE)/package $(DONE)/extras
 	@echo "The best plan is in demo/plan.json. Next: $(BIN)/devplace trace demo/plan.json -o demo/trace.json"
 
 test: $(DONE)/package $(DONE)/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not slow"
+
+test-slow: $(DONE)/package $(DONE)/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"
 
 fuzz: $(DONE)/package $(DONE)/test
 	OMP_NUM_THREADS=1 DEVPLACE_FUZZ=100000 DEVPLACE_KILLS=200 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz

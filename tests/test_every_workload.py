@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("name", workloads.NAMES)
+@pytest.mark.slow
 def test_placed_steps_equal_the_unplaced_ones(name: str, optimizer_name: str) -> None:
     """A random and a searched placement give the same loss, parameters, buffers and state in three
     steps: bit for bit, or within 1e-6 in float64."""

@@ -12,6 +12,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_example_prints_its_expected_output(script: Path, tmp_path: Path) -> None:
     """What an example prints is what its .out file says."""
     done = subprocess.run(

@@ -13,6 +13,7 @@ STATED = json.loads(replay.FILE.read_text())
 
 
 @pytest.mark.parametrize("name", workloads.NAMES)
+@pytest.mark.slow
 def test_plans_and_predictions_are_as_stated(name: str) -> None:
     """To the nanosecond and op. Where a change moves them on purpose: python -m tests.replay, and
     say in the description what moved and why."""

@@ -105,6 +105,7 @@ def with_gaps(
     return found
 
 
+@pytest.mark.slow
 def test_constants_are_found_again() -> None:
     """Steps measured with known constants are predicted far better after the fit than before."""
     steps = observations(8)
@@ -196,6 +197,7 @@ def test_a_wrong_gap_alone_changes_no_constant_of_transfers(gap_ns: int) -> None
 
 
 @pytest.mark.parametrize("gap_ns", [400, 2_000])
+@pytest.mark.slow
 def test_gap_and_constants_of_transfers_are_found_together(gap_ns: int) -> None:
     """Both are off: with steps on one GPU and on several the gap is found within 15 %, and steps
     that were not fitted to are predicted far better."""

@@ -61,6 +61,7 @@ def test_runners_up_differ_from_the_winner_and_each_other() -> None:
         assert all(np.mean(one != other) > 0.01 for other in rows[1:k])
 
 
+@pytest.mark.slow
 def test_confirming_gives_the_fastest_measured() -> None:
     """Predicted and measured time of each plan; the best is the fastest measured."""
     graph, model, optimizer, batch = captured()

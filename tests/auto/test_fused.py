@@ -26,6 +26,7 @@ def job() -> tuple[nn.Module, Any, Any, Any]:
 
 
 @pytest.mark.usefixtures("one_by_one")
+@pytest.mark.slow
 def test_a_fused_step_trains_as_the_plain_one() -> None:
     """Members run one by one here, so losses are equal; pins part groups."""
     found = []
@@ -38,6 +39,7 @@ def test_a_fused_step_trains_as_the_plain_one() -> None:
 
 
 @pytest.mark.usefixtures("one_by_one")
+@pytest.mark.slow
 def test_the_report_tells_what_torch_compile_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time, or why there is none; model and optimizer stay as they were."""
     monkeypatch.setattr(compiled.torch, "compile", lambda call, mode: call)

@@ -73,6 +73,7 @@ class Scaled(torch.nn.Module):
         return self.table((x * self.scale).long()) + self.large.mean()
 
 
+@pytest.mark.slow
 def test_small_tensors_keep_their_values_as_indices_may_be_made_of_them() -> None:
     """With made-up values every plan would fail; a part of a larger tensor travels alone."""
     model, batch = Scaled(), torch.full((1000, 8), 150.0)[:6]
@@ -106,6 +107,7 @@ def test_plans_are_measured_in_either_process(in_child: bool) -> None:
     assert timing.mode == "threads"
 
 
+@pytest.mark.slow
 def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None:
     """Kill, exit, out of memory, illegal access are named; the plans between are measured."""
     actions = ["kill", "ok", "exit", "memory", "noise", "illegal", "ok"]
@@ -119,6 +121,7 @@ def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None
     assert all((each.step_ns is None) == bool(each.kind) for each in found)
 
 
+@pytest.mark.slow
 def test_a_plan_that_hangs_is_ended(tmp_path: Path) -> None:
     """After the time limit its process is killed, and the next plan runs in a new one."""
     actions = ["ok", "hang", "ok"]
@@ -139,6 +142,7 @@ def test_no_plan_is_begun_after_the_deadline() -> None:
     assert (found.kind, found.step_ns) == ("not tried", None)
 
 
+@pytest.mark.slow
 def test_an_op_of_the_users_is_measured_here() -> None:
     """A custom op is unknown in a fresh process, so the step runs in this one."""
 

@@ -35,6 +35,7 @@ def adam(model: Any) -> Any:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+@pytest.mark.slow
 def test_a_training_loop_trains_as_eager_torch_does() -> None:
     """Losses, weights and optimizer state after sync are those of the plain loop."""
     torch.manual_seed(0)
@@ -73,6 +74,7 @@ def test_training_in_eval_mode_is_noted(is_training: bool) -> None:
 
 
 @pytest.mark.parametrize(("steps", "is_noted"), [(24, True), (4, False)])
+@pytest.mark.slow
 def test_an_unrolled_model_is_told_of_stacked_gradients(steps: int, is_noted: bool) -> None:
     """The report says how many products they spare, once that is many, and not where they are."""
     model, batch = Unrolled(), (torch.randn(2, steps, 8),)
@@ -84,6 +86,7 @@ def test_an_unrolled_model_is_told_of_stacked_gradients(steps: int, is_noted: bo
         assert "stack_gradients" not in str(step)
 
 
+@pytest.mark.slow
 def test_training_resumes_from_an_ordinary_checkpoint() -> None:
     """After loading state dicts, `load` goes on exactly where the checkpoint was made."""
     model, batch, loss = tagger()
@@ -101,6 +104,7 @@ def test_training_resumes_from_an_ordinary_checkpoint() -> None:
         assert [float(step(*batch)) for _ in range(3)] == expected
 
 
+@pytest.mark.slow
 def test_the_fastest_measured_plan_is_chosen_and_shown() -> None:
     """Every row has both numbers, and no row is faster than the chosen plan."""
     model, batch, loss = tagger()
@@ -119,6 +123,7 @@ def test_the_fastest_measured_plan_is_chosen_and_shown() -> None:
     assert step.measured_ns is not None
 
 
+@pytest.mark.slow
 def test_inference_gives_the_models_output() -> None:
     """Without loss and optimizer the step returns what the model returns."""
     torch.manual_seed(0)
@@ -128,6 +133,7 @@ def test_inference_gives_the_models_output() -> None:
         assert torch.allclose(infer(x), model(x))
 
 
+@pytest.mark.slow
 def test_micro_batches_are_tried_as_graphs_of_their_own() -> None:
     """`auto` measures several numbers of chunks; the loss is that of the whole batch."""
     torch.manual_seed(0)
@@ -144,6 +150,7 @@ def test_micro_batches_are_tried_as_graphs_of_their_own() -> None:
         assert float(step(*batch)) == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_those_of_the_whole_batch_or_refused() -> None:
     """Padded labels of a model that gives its own loss; rows that are said; pairs of rows."""
 
@@ -185,6 +192,7 @@ def test_what_micro_batches_may_change_is_noted() -> None:
     assert "not compared with the whole batch: too large" in module.in_chunks(graph)[0]
 
 
+@pytest.mark.slow
 def test_batch_norm_keeps_its_batch() -> None:
     """Chunks would change the statistics, so `auto` leaves the batch whole and says so."""
     model, batch, loss = tagger()
@@ -194,6 +202,7 @@ def test_batch_norm_keeps_its_batch() -> None:
         assert "batch norm" in str(step)
 
 
+@pytest.mark.slow
 def test_one_device_needs_no_search() -> None:
     """On one logical device there is one plan, measured like any other."""
     model = nn.Linear(4, 3)
@@ -211,6 +220,7 @@ def test_without_confirming_nothing_is_claimed() -> None:
         step(*batch)
 
 
+@pytest.mark.slow
 def test_verify_compares_with_the_unplaced_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` runs the check of the chosen plan before it is returned; a note says what was
     compared with an eager step."""
@@ -228,6 +238,7 @@ def test_verify_compares_with_the_unplaced_step(monkeypatch: pytest.MonkeyPatch)
     assert [report.is_bit_equal for report in checked] == [True]
 
 
+@pytest.mark.slow
 def test_a_plan_that_kills_its_process_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +256,7 @@ def test_a_plan_that_kills_its_process_is_passed_over(
     dp.parallelize(model, batch, loss, adam(model), **QUICK).close()
 
 
+@pytest.mark.slow
 def test_when_no_plan_runs_every_reason_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +268,7 @@ def test_when_no_plan_runs_every_reason_is_told(
         dp.parallelize(model, torch.randn(2, 4), machine=1, budget="50ev,120s")
 
 
+@pytest.mark.slow
 def test_where_nothing_is_measured_in_time_the_best_predicted_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +290,7 @@ def test_where_nothing_is_measured_in_time_the_best_predicted_is_used(
         assert float(step(*batch)) > 0
 
 
+@pytest.mark.slow
 def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that ran in its own process may not fit beside the model; then the next one does."""
     real, calls = module.compile_step, []
@@ -295,6 +309,7 @@ def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.Monk
         assert "did not run in this process: CUDA out of memory" in str(step)
 
 
+@pytest.mark.slow
 def test_limits_and_pins_are_kept() -> None:
     """A pinned module runs where it was pinned in every plan that is tried."""
     model, batch, loss = tagger()
@@ -368,6 +383,7 @@ def test_fewer_cores_than_gpus_are_noted(
     assert module.few_cores(plan) == ()
 
 
+@pytest.mark.slow
 def test_an_exported_program_is_told_to_give_its_module() -> None:
     """torch's own container of a model is none; the module in it runs."""
     model, x = nn.Linear(3, 2).eval(), torch.randn(4, 3)
@@ -395,6 +411,7 @@ class Filling(nn.Module):
         return self.rows.sum(0)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_repeated_is_not_timed_but_runs() -> None:
     """A cache is full after some steps of one batch; the step begins with an empty one."""
     model = Filling().eval()

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from devplace.auto.measure import Measurer
 from devplace.auto.rewards import MeasuredSteps
@@ -30,6 +31,7 @@ def measured(*measurers: Measurer) -> tuple[Problem, MeasuredSteps]:
     return problem, MeasuredSteps(problem, sources, *measurers)
 
 
+@pytest.mark.slow
 def test_a_placer_learns_from_steps_that_ran() -> None:
     """Its history holds measured times, and each different placement was run once."""
     with Measurer(0.01, in_child=False) as measurer:
@@ -48,6 +50,7 @@ def test_a_placer_learns_from_steps_that_ran() -> None:
         assert len(steps.measurements) <= before + 1
 
 
+@pytest.mark.slow
 def test_a_placement_that_kills_its_process_is_a_failure(tmp_path: Path) -> None:
     """It counts as failed, the next one is run all the same, and the placer gets through."""
     with Measurer(0.01, command=hostile(("kill", "well"), tmp_path)) as measurer:
@@ -58,6 +61,7 @@ def test_a_placement_that_kills_its_process_is_a_failure(tmp_path: Path) -> None
         assert np.isfinite(steps(all_on(problem, 1)) or np.inf)
 
 
+@pytest.mark.slow
 def test_several_measurers_share_the_placements_of_an_update(tmp_path: Path) -> None:
     """Each placement is run once, by one of them; equal ones in one update count as one."""
     lock = str(tmp_path / "lock")

@@ -21,6 +21,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("confirm", [False, True])
+@pytest.mark.slow
 def test_a_kernel_that_aborts_costs_one_line_of_the_report(confirm: bool) -> None:
     """It aborts on made-up numbers, never on real ones: planned, measured, equal to eager."""
 
@@ -42,6 +43,7 @@ def test_a_kernel_that_aborts_costs_one_line_of_the_report(confirm: bool) -> Non
 
 
 @pytest.mark.parametrize("case", [lambda: recommender("sum"), messages])
+@pytest.mark.slow
 def test_models_with_indices_of_all_kinds_train(case: Any) -> None:
     """Their ops are timed without a complaint, and two steps give eager's losses."""
     model, batch = case()

@@ -128,6 +128,7 @@ def test_bad_input_is_one_line_and_the_right_exit_code(
     ("field", "value"),
     [("start_ns", True), ("finish_ns", []), ("transfer_finish_ns", [10**30]), ("graph", None)],
 )
+@pytest.mark.slow
 def test_a_damaged_measured_file_is_named(folder: Path, field: str, value: Any) -> None:
     """Wrong types, lengths and numbers in it are one line that says what to do."""
     (folder / "kept.json").write_bytes((folder / "plan.json").read_bytes())

@@ -24,6 +24,7 @@ LIBRARY_OF = {
 }
 
 
+@pytest.mark.slow
 def test_compare_json_has_the_fixed_form(folder: Path) -> None:
     """stdout is one JSON value with the documented fields, integers for time and size."""
     done = devplace(
@@ -93,6 +94,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_plan_with_stacked_gradients_is_found_again(folder: Path) -> None:
     """The step has fewer ops, and the plan file says how to capture it for `run`."""
     (folder / "unrolled.py").write_text(UNROLLED)
@@ -107,6 +109,7 @@ def test_a_plan_with_stacked_gradients_is_found_again(folder: Path) -> None:
     assert counts[1] < counts[0]
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_evaluations_give_the_same_plan(folder: Path) -> None:
     """Two runs write the same file but for nothing."""
     for name in ("a.json", "b.json"):
@@ -118,6 +121,7 @@ def test_the_same_seed_and_evaluations_give_the_same_plan(folder: Path) -> None:
     assert (folder / "a.json").read_text() == (folder / "b.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_plan_runs_and_is_checked(folder: Path) -> None:
     """run reports equality, losses and times; trace then has planned and measured processes."""
     done = devplace("run", "plan.json", "--steps", "2", "--json", cwd=folder)
@@ -135,6 +139,7 @@ def test_a_plan_runs_and_is_checked(folder: Path) -> None:
     assert {event["pid"] for event in events} >= {1, 2}
 
 
+@pytest.mark.slow
 def test_a_plan_that_stands_where_nothing_can_be_written_is_run(folder: Path) -> None:
     """What was checked and measured is told; a note says that the timeline is not kept."""
     (folder / "shared.json").write_bytes((folder / "plan.json").read_bytes())
@@ -147,6 +152,7 @@ def test_a_plan_that_stands_where_nothing_can_be_written_is_run(folder: Path) ->
     assert "shared.json.measured.json" in json.loads(done.stdout)["notes"][0]
 
 
+@pytest.mark.slow
 def test_a_plan_is_explained(folder: Path) -> None:
     """explain has a row per module and a map that covers every parameter; --html is one page."""
     done = devplace("explain", "plan.json", cwd=folder)
@@ -163,6 +169,7 @@ def test_a_plan_is_explained(folder: Path) -> None:
     assert "<canvas" in (folder / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_placers_that_learn_write_curves_and_resume(folder: Path) -> None:
     """--log-dir has curves and a checkpoint; --resume goes on; others refuse the folder."""
     options = ("plan", "mlp.py:build", "--machine", "cpux2", "--json")
@@ -186,6 +193,7 @@ def test_placers_that_learn_write_curves_and_resume(folder: Path) -> None:
     refused(broken, 2, "Cannot resume from", "checkpoint.pt", "delete the file")
 
 
+@pytest.mark.slow
 def test_compare_refuses_curves_of_placers_that_have_none(folder: Path) -> None:
     """--log-dir and --resume need one placer that learns; its notes are told beside its name."""
     options = ("compare", "mlp.py:build", "--machine", "cpux2", "--budget", "20ev")
@@ -200,6 +208,7 @@ def test_compare_refuses_curves_of_placers_that_have_none(folder: Path) -> None:
     assert len(list((folder / "some").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     """With one device too small, its row says what lacks; nothing fitting anywhere is exit 3."""
     options = ("compare", "mlp.py:build", "--machine", "k40x2", "--placers", "single,even")
@@ -218,6 +227,7 @@ def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     refused(done, 3, "cuda", "1 KB", "proved")
 
 
+@pytest.mark.slow
 def test_what_the_users_code_prints_is_not_in_the_json(folder: Path) -> None:
     """With --json, stdout is strict JSON: prints go to stderr, and NaN becomes null."""
     options = ("--machine", "cpux2", "--budget", "10ev", "-o", "chatty.json")
@@ -255,6 +265,7 @@ def test_a_closed_pipe_is_no_error_for_tables(folder: Path, command: list[str]) 
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_they_are(folder: Path) -> None:
     """Brackets are no markup, columns stay on narrow screens, and a letter that the terminal
     lacks is escaped."""
@@ -286,6 +297,7 @@ def test_ctrl_c_is_exit_code_130(folder: Path) -> None:
     refused(done, 130, "Aborted")
 
 
+@pytest.mark.slow
 def test_zero_size_tensors_are_planned_and_run(folder: Path) -> None:
     """A batch with an empty tensor is legal."""
     options = ("--machine", "cpux2", "--budget", "30ev", "-o", "zero.json")
@@ -294,6 +306,7 @@ def test_zero_size_tensors_are_planned_and_run(folder: Path) -> None:
     assert devplace("run", "zero.json", cwd=folder).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_copy_is_exit_code_4(folder: Path) -> None:
     """When a transfer returns wrong data, the check ends the run with code 4."""
     script = (
@@ -328,6 +341,7 @@ def test_lists_are_there_for_people_and_programs(folder: Path) -> None:
     assert json.loads(devplace("machines", "k40x4", "--json", cwd=folder).stdout)["sources"]
 
 
+@pytest.mark.slow
 def test_a_dict_batch_is_keyword_inputs(folder: Path) -> None:
     """A model file may return a dict of inputs; plan and run take it."""
     (folder / "named.py").write_text(
@@ -344,6 +358,7 @@ def test_a_dict_batch_is_keyword_inputs(folder: Path) -> None:
     assert devplace("run", "named.json", cwd=folder).returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_best_plan_so_far(folder: Path) -> None:
     """An interrupted search writes what it has and exits with 130."""
     script = (

@@ -50,6 +50,7 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_plan_says_whether_it_is_fused(planned: Path) -> None:
     """Without GPUs a step is plain unless --fuse is given; stacked gradients follow."""
     plain, fused = read(planned / "plain.json"), read(planned / "fused.json")
@@ -62,6 +63,7 @@ def test_a_plan_says_whether_it_is_fused(planned: Path) -> None:
     assert not any(name.startswith("fused_") for name in plain["ops"])
 
 
+@pytest.mark.slow
 def test_each_option_can_be_given_alone(planned: Path) -> None:
     """--no-stack-gradients with --fuse."""
     done = devplace(
@@ -72,6 +74,7 @@ def test_each_option_can_be_given_alone(planned: Path) -> None:
     assert (request["fuse"], request["stack_gradients"]) == (True, False)
 
 
+@pytest.mark.slow
 def test_explain_needs_no_flag_and_lists_the_same_modules(planned: Path) -> None:
     """The plan says how it was made; modules and device map are those of the plain plan's model."""
     found = []
@@ -83,6 +86,7 @@ def test_explain_needs_no_flag_and_lists_the_same_modules(planned: Path) -> None
     assert modules[0] == modules[1] >= {"first", "act", "norm", "drop", "last"}
 
 
+@pytest.mark.slow
 def test_a_fused_plan_runs_and_is_traced(planned: Path) -> None:
     """run equals the unplaced fused step bit for bit; trace and deviations have the groups."""
     done = devplace(
@@ -99,6 +103,7 @@ def test_a_fused_plan_runs_and_is_traced(planned: Path) -> None:
     assert any("act" in e.get("args", {}).get("modules", ()) for e in events)
 
 
+@pytest.mark.slow
 def test_compare_says_how_many_ops_became_how_many(planned: Path) -> None:
     """The first line has the ops of the fused step, and of the plain one."""
     done = devplace(
@@ -108,6 +113,7 @@ def test_compare_says_how_many_ops_became_how_many(planned: Path) -> None:
     assert " (fused of " in done.stdout
 
 
+@pytest.mark.slow
 def test_pins_part_groups(planned: Path) -> None:
     """A pin of one module of a group is no error; the plan can be explained and run."""
     done = devplace(
@@ -126,6 +132,7 @@ def test_pins_part_groups(planned: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_file_without_the_word_is_plain(planned: Path) -> None:
     """Plans of versions that did not fuse are found again."""
     data = read(planned / "plain.json")

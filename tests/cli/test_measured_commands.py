@@ -6,11 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from tests.cli.runner import devplace, folder, refused
 
 __all__ = ["folder"]
 
 
+@pytest.mark.slow
 def test_confirm_writes_the_fastest_measured_plan(folder: Path) -> None:
     """The table has predicted and measured times; the plan that is written is the winner's."""
     done = devplace(
@@ -37,6 +39,7 @@ def test_confirm_needs_the_plans_devices(folder: Path) -> None:
     refused(done, 2, "Only devices of this computer", "k40x2")
 
 
+@pytest.mark.slow
 def test_deviations_are_printed_and_in_json(folder: Path) -> None:
     """run and trace show where measured times are off; trace needs a run first."""
     shutil.copy(folder / "plan.json", folder / "fresh.json")

@@ -129,6 +129,7 @@ def test_a_file_that_is_gone_is_told_with_all_places(project: Path, folder: str 
         files.model("/no/such/net.onnx")
 
 
+@pytest.mark.slow
 def test_a_plan_is_used_from_another_folder(project: Path) -> None:
     """explain, trace and run find model and machine from a plan that was made elsewhere, also after
     the whole project was moved; then the model's file is another one, and they ask."""
@@ -159,6 +160,7 @@ def test_a_plan_is_used_from_another_folder(project: Path) -> None:
     refused(gone, 2, "new/project/mlp.py", "plan again")
 
 
+@pytest.mark.slow
 def test_a_plan_is_refused_where_less_memory_is_free(project: Path) -> None:
     """Opened when others hold a device's memory: every command that opens the plan names the
     device, what it must hold and what it has, and ends with exit code 5."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from devplace.machine import load_machine
 
 
@@ -24,6 +26,7 @@ def probe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_probe_writes_a_machine_file_and_json(tmp_path: Path) -> None:
     """stdout is one JSON value, the file is a machine with the measured links, exit code 0."""
     done = probe(tmp_path, "-o", "here.toml", "--json")
@@ -41,6 +44,7 @@ def test_probe_writes_a_machine_file_and_json(tmp_path: Path) -> None:
     assert "Machine written to here.toml" in again.stdout
 
 
+@pytest.mark.slow
 def test_probe_overwrites_nothing_else(tmp_path: Path) -> None:
     """A file that the probe did not write stays, and one line says so."""
     (tmp_path / "mine.toml").write_text('name = "mine"\n')

@@ -16,6 +16,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_plan_explain_and_run(folder: Path) -> None:
     """The plan says what its number means, keeps the objective, and runs like any other."""
     made = devplace(
@@ -36,6 +37,7 @@ def test_plan_explain_and_run(folder: Path) -> None:
     assert "bit for bit equal" in ran.stdout
 
 
+@pytest.mark.slow
 def test_compare_json(folder: Path) -> None:
     """Every row has its largest load, `contiguous` is among them and `search` is the best."""
     done = devplace(

@@ -33,6 +33,7 @@ def test_a_plan_that_names_a_python_file_is_asked_about(
 
 
 @pytest.mark.parametrize("agreed", [("--trust",), ("--model", "mlp.py:build")])
+@pytest.mark.slow
 def test_it_is_run_when_the_user_says_so(foreign: Path, agreed: tuple[str, ...]) -> None:
     """By an option, or by naming the model."""
     done = devplace("explain", "plan.json", *agreed, cwd=foreign)
@@ -40,6 +41,7 @@ def test_it_is_run_when_the_user_says_so(foreign: Path, agreed: tuple[str, ...])
     assert (foreign / "RAN").exists()
 
 
+@pytest.mark.slow
 def test_what_the_user_planned_is_known_until_it_changes(foreign: Path) -> None:
     """Planning a file names it; other content, or a copy elsewhere, is asked about."""
     options = ("--machine", "cpux2", "--budget", "20ev", "-o", "plan.json")
@@ -70,6 +72,7 @@ def test_every_form_of_a_python_file_is_asked_about(foreign: Path, model: str) -
     assert not (foreign / "RAN").exists()
 
 
+@pytest.mark.slow
 def test_built_in_models_are_not_asked_about(tmp_path: Path) -> None:
     """They come with devplace."""
     options = ("--size", "small", "--machine", "k40x2", "--budget", "5ev", "-o", "plan.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.cost.test_profiled import captured
 
 from devplace.cost.likely_order import likely_order
@@ -9,6 +10,7 @@ from devplace.cost.op_signature import op_calls
 from devplace.cost.reuse import cold_inputs
 
 
+@pytest.mark.slow
 def test_each_op_comes_after_what_it_reads() -> None:
     """It is a topological order of all ops."""
     graph = captured("bert-base")
@@ -39,6 +41,7 @@ def test_of_two_ready_ops_the_one_with_the_longer_path_comes_first() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_cold_depends_on_the_order() -> None:
     """The same ops, other orders: the calls differ only in what they find in the cache."""
     graph = captured("bert-base")

@@ -17,6 +17,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("workload", "machine", "measured_ms"), MEASURED)
+@pytest.mark.slow
 def test_a_step_is_priced_within_a_factor_of_two(workload, machine, measured_ms):
     """The sum of all op costs on one card lies within a factor of two of the measured step."""
     from devplace import workloads

@@ -43,6 +43,7 @@ def machine() -> Machine:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_every_op_of_every_workload_can_be_timed(name: str) -> None:
     """Made-up inputs are valid: no op of the built-in workloads fails, indices included."""
     step = captured(name)
@@ -55,6 +56,7 @@ def test_every_op_of_every_workload_can_be_timed(name: str) -> None:
     assert (table.compute_ns[free] == 0).all()
 
 
+@pytest.mark.slow
 def test_equal_calls_cost_the_same(graph: OpGraph, machine: Machine) -> None:
     """Ops of one signature have one time, on every device of the same model."""
     calls = op_calls(graph)
@@ -66,6 +68,7 @@ def test_equal_calls_cost_the_same(graph: OpGraph, machine: Machine) -> None:
     assert (table.compute_ns[:, 0] == table.compute_ns[:, 1]).all()
 
 
+@pytest.mark.slow
 def test_a_second_time_comes_from_the_cache(
     graph: OpGraph, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +81,7 @@ def test_a_second_time_comes_from_the_cache(
     assert timer.calls == []
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_said_and_not_used(
     graph: OpGraph, machine: Machine, tmp_path: Path
 ) -> None:
@@ -248,6 +252,7 @@ def test_free_memory_of_a_gpu_keeps_to_the_fraction(
     assert free_bytes("cuda:0") == expected
 
 
+@pytest.mark.slow
 def test_compiling_tells_how_far_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told goes to the caller; plain steps tell nothing."""
     told: list[str] = []

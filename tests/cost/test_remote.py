@@ -52,6 +52,7 @@ def unmeasured(table: CostTable) -> list[str]:
         (hostile.raises, "no such kernel"),
     ],
 )
+@pytest.mark.slow
 def test_a_kernel_that_fails_costs_only_its_own_measurement(op: Any, reason: str) -> None:
     """The process of the user lives, one line names the op and why, and all others are timed."""
     graph, table = priced(Around(op), torch.randn(4, 8))
@@ -63,6 +64,7 @@ def test_a_kernel_that_fails_costs_only_its_own_measurement(op: Any, reason: str
     assert (table.compute_ns[works] > 0).all()
 
 
+@pytest.mark.slow
 def test_a_kernel_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time limit its process is killed; the others are timed in a new one."""
     monkeypatch.setattr(remote, "TIME_LIMIT_S", 1.0)
@@ -72,6 +74,7 @@ def test_a_kernel_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "within 1 s" in note
 
 
+@pytest.mark.slow
 def test_after_some_deaths_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left is estimated, which is said."""
     monkeypatch.setattr(remote, "MAX_DEATHS", 1)
@@ -81,6 +84,7 @@ def test_after_some_deaths_no_process_is_started(monkeypatch: pytest.MonkeyPatch
     assert "1 measuring processes have died" in second
 
 
+@pytest.mark.slow
 def test_an_op_that_only_this_process_knows_is_estimated() -> None:
     """One line says so, and how to have it measured."""
 
@@ -95,6 +99,7 @@ def test_an_op_that_only_this_process_knows_is_estimated() -> None:
     assert "a module that can be imported" in note
 
 
+@pytest.mark.slow
 def test_an_op_that_writes_its_argument_is_timed() -> None:
     """In its functional form, which the process makes for itself."""
 
@@ -120,12 +125,14 @@ class Picking(nn.Module):
         return self.op(self.table, ids.flip(0) * 2).sum(0)
 
 
+@pytest.mark.slow
 def test_integers_computed_from_the_batch_are_real() -> None:
     """A kernel that takes no others is timed."""
     _, table = priced(Picking(), torch.arange(10))
     assert unmeasured(table) == []
 
 
+@pytest.mark.slow
 def test_integers_of_buffers_and_constants_are_real() -> None:
     """Indices may lie in the model, and be made of small floats."""
 
@@ -144,6 +151,7 @@ def test_integers_of_buffers_and_constants_are_real() -> None:
     assert unmeasured(table) == []
 
 
+@pytest.mark.slow
 def test_an_op_whose_integers_others_read_costs_only_its_own_measurement() -> None:
     """It dies when the others' integers are computed: they get made-up ones, and it is named."""
 
@@ -220,6 +228,7 @@ CASES = [*(lambda mode=mode: recommender(mode) for mode in ("sum", "mean", "max"
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.slow
 def test_indices_of_all_kinds_are_timed(
     case: Any, fuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

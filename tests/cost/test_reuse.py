@@ -22,6 +22,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_cold_inputs_equal_a_slow_count(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Walking back from each op to the last touch of its input, summing what was touched since."""
     monkeypatch.setattr(reuse, "FRESH_BYTES", 2000)

@@ -70,6 +70,7 @@ def blocks(page: str) -> list[Block]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+@pytest.mark.slow
 def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's snippets run, and print what the page says they print."""
     monkeypatch.chdir(tmp_path)

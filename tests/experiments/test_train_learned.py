@@ -60,6 +60,7 @@ def options_for(folder: Path) -> argparse.Namespace:
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_as_one_that_was_not_stopped(
     training: Any, graph: Any, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reader]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_damaged_files_are_refused_in_words(
     name: str, readers: dict[str, Reader], tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def other_archive(data: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_damaged_exports_are_refused_in_words(
     pt2: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def onnx_model() -> bytes:
     return bytes(helper.make_model(graph).SerializeToString())
 
 
+@pytest.mark.slow
 def test_damaged_onnx_files_are_refused_in_words(tmp_path: Path) -> None:
     """Where ONNX itself does not abort, an error of devplace names what is wrong."""
     command = [sys.executable, "-m", "tests.fuzz.onnx_forks", str(COUNT), str(tmp_path), KEPT or ""]

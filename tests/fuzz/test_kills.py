@@ -105,6 +105,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_a_kill_leaves_the_old_file_or_the_new_one(name: str, folder: Path) -> None:
     """Whenever it comes; nothing else is left after the next write."""
     script, arguments, output, check = CASES[name]

@@ -70,6 +70,7 @@ print(before, os.environ.get("TRITON_PTXAS_PATH"))
 @pytest.mark.parametrize(
     "act", ["compiler.choose_assembler()", "compiler.load('def call(args): pass')"]
 )
+@pytest.mark.slow
 def test_kernels_are_loaded_with_torchs_assembler(act: str, tmp_path: Any) -> None:
     """As they are compiled: it is named before Triton asks for one."""
     for folder in (tmp_path, tmp_path / "a"):  # torch 2.11 and 2.13 look in different places

@@ -58,6 +58,7 @@ def compare(kind: str, device: str, layout: torch.memory_format) -> None:
 
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.usefixtures("no_kernels_yet")
+@pytest.mark.slow
 def test_on_a_cpu(kind: str) -> None:
     """Rows first in memory, or channels."""
     compare(kind, "cpu", torch.contiguous_format)

@@ -60,6 +60,7 @@ def sources(graph: OpGraph) -> dict[int, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("_only_others")
+@pytest.mark.slow
 def test_worker_processes_compile_what_a_step_needs(monkeypatch: Patch) -> None:
     """Four kernels by another process; the step then compiles nothing, nor does a second one."""
     graph, told = chain(4), []
@@ -96,6 +97,7 @@ FAKE = """
 
 
 @pytest.mark.usefixtures("_only_others")
+@pytest.mark.slow
 def test_a_worker_that_crashes_costs_its_kernel_only(monkeypatch: Patch) -> None:
     """The other worker goes on with the rest; processes may be started before."""
     graph = chain(5)

@@ -58,6 +58,7 @@ def test_plain_search_equals_brute_force(seed):
 @needs_exact
 @settings(max_examples=15)
 @given(SEEDS)
+@pytest.mark.slow
 def test_exact_proves_what_brute_force_finds(seed):
     """With CP-SAT each tiny problem is proved optimal or infeasible."""
     problem = random_problem(seed)

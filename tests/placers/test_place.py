@@ -118,6 +118,7 @@ def test_s68_one_op_too_large_is_told_with_what_would_do() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), placer=st.sampled_from([Single(), Search()]))
+@pytest.mark.slow
 def test_s68_the_advice_works_on_random_problems(seed: int, placer: Placer) -> None:
     """Whoever gives the devices the memory that the message asks for gets a plan."""
     problem = random_problem(seed, 12, 3)

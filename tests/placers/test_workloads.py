@@ -40,6 +40,7 @@ def graph_of(name: str) -> OpGraph:
 
 @pytest.mark.parametrize("machine_name", ["k40x4", "unequal-2"])
 @pytest.mark.parametrize("workload", workloads.NAMES)
+@pytest.mark.slow
 def test_every_workload_gets_a_plan_from_every_placer(workload: str, machine_name: str) -> None:
     """Legal, within memory (small models fit anywhere), and the same for another seed."""
     graph, machine = graph_of(workload), presets.get(machine_name)

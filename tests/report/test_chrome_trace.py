@@ -56,6 +56,7 @@ def as_measured(timeline: Timeline, delay_ns: int = 0) -> MeasuredTimeline:
 
 
 @given(problem=problems, seed=st.integers(0, 2**32 - 1))
+@pytest.mark.slow
 def test_s74_rows_do_not_overlap_and_sum_to_the_report(problem: Problem, seed: int) -> None:
     """On random problems slices of a row do not overlap, and busy sums per device are exact."""
     timeline = simulate(problem, random_placement(problem, np.random.default_rng(seed)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.report.steps import (
@@ -160,6 +161,7 @@ def test_s72_one_line_per_module_and_json_that_validates() -> None:
 
 
 @given(problem=problems, seed=st.integers(0, 2**32 - 1))
+@pytest.mark.slow
 def test_rows_account_for_all_time_and_bytes(problem: Problem, seed: int) -> None:
     """Times of the rows sum to the busy time, received bytes to the bytes moved."""
     timeline = simulate(problem, random_placement(problem, np.random.default_rng(seed)))

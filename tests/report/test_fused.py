@@ -77,6 +77,7 @@ def test_a_pin_of_one_member_s_module_explains_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet-50", "gpt-2", "nmt-2", "bert-base"])
+@pytest.mark.slow
 def test_explain_lists_the_modules_of_the_plain_step(name: str) -> None:
     """No module vanishes, though many have no op that stands for a group; times add up."""
     workload = workloads.build(name, size="small", device="meta")

@@ -355,6 +355,7 @@ def test_old_parameters_are_freed_only_if_not_kept(
     assert alive == [keeps]
 
 
+@pytest.mark.slow
 def test_threads_end_with_the_executor() -> None:
     """A dropped executor leaves no thread behind."""
     before = set(threading.enumerate())

@@ -68,6 +68,7 @@ def require_equal(first: list[list[Any]], second: list[list[Any]]) -> None:
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.slow
 def test_placed_fused_steps_equal_the_unplaced_ones(name: str) -> None:
     """At random on two and three devices, and by a search: bit for bit, three steps."""
     made = workloads.build(name, size="small", device="cpu", **FEWER.get(name, {}))
@@ -97,6 +98,7 @@ def test_placed_fused_steps_equal_the_unplaced_ones(name: str) -> None:
     ("name", "micro_batches"),
     [("resnet-50", 1), ("gnmt-4", 1), ("moe", 1), ("bert-base", 2), ("rnnlm", 2), ("gpt-2", 2)],
 )
+@pytest.mark.slow
 def test_fusing_changes_no_bit(name: str, micro_batches: int) -> None:
     """Members run one by one give the plain step, where nothing is drawn and no gradient stacked:
     what is computed again is the same."""
@@ -146,6 +148,7 @@ def nets(draw: st.DrawFn) -> nn.Module:
     clip=st.sampled_from([None, 0.1]),
     seed=st.integers(0, 99),
 )
+@pytest.mark.slow
 def test_any_small_net_gives_the_unplaced_numbers(
     net: nn.Module, make: Any, chunks: int, clip: float | None, seed: int
 ) -> None:
@@ -235,6 +238,7 @@ def adamw(parameters: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_kernels_yet")
+@pytest.mark.slow
 def test_compiled_steps_give_the_numbers_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 with layer norm, GELU, dropout and AdamW: placed as unplaced bit for bit; the loss
     within 1e-5 of what the members give one by one, parameters within 1e-4."""
@@ -256,6 +260,7 @@ def test_compiled_steps_give_the_numbers_up_to_rounding(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_kernels_yet")
+@pytest.mark.slow
 def test_compiled_steps_in_bfloat16_follow_eager() -> None:
     """Within 2e-2; what stays in a kernel is not rounded to bfloat16."""
     model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 2))

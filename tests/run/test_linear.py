@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -237,6 +238,7 @@ def joined_at(schedule: Schedule) -> dict[int, int]:
 
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 10_000), num_devices=st.integers(2, 4), width=st.integers(3, 6))
+@pytest.mark.slow
 def test_memory_of_pushes_is_predicted_as_it_is_freed(
     seed: int, num_devices: int, width: int
 ) -> None:

@@ -52,6 +52,7 @@ def test_steps_that_take_turns_never_draw_the_same_numbers_twice(make: Callable[
     assert len(losses) == 5
 
 
+@pytest.mark.slow
 def test_outputs_without_an_optimizer_stay_random_after_loading() -> None:
     """Dropout kept on in inference draws other masks after other weights were loaded."""
     model, x = Noisy(), torch.ones(4, 6)

@@ -150,6 +150,7 @@ def _all_are_light(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_all_are_light")
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("name", ["clipped", "normed", "nmt-2", "inception-v3"])
+@pytest.mark.slow
 def test_a_light_trial_learns_the_same_layouts(name: str, num_devices: int) -> None:
     """Layouts of transfers and strides of new values equal those of a step that keeps all; the
     state stays as it was."""

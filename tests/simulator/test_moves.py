@@ -166,6 +166,7 @@ def test_what_is_simulated_again_is_only_the_rest() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(problem=problems, seed=st.integers(0, 2**32 - 1))
+@pytest.mark.slow
 def test_native_chains_are_those_of_plain_python(problem: Problem, seed: int) -> None:
     """Same seeds: the same placements, priorities and numbers of simulations."""
     if problem.core.tasks.num_groups == 0:

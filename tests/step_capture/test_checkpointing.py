@@ -77,6 +77,7 @@ def test_attention_without_dropout_is_no_random_op() -> None:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.slow
 def test_recomputed_dropout_draws_the_first_mask_again(fuse: bool) -> None:
     """The step with checkpointing is that without, in every bit, dropout included."""
     found = []

@@ -326,6 +326,7 @@ def test_meta_model_gives_the_graph_of_the_real_one() -> None:
     assert (graph.ops, graph.tensors, graph.results) == (other.ops, other.tensors, other.results)
 
 
+@pytest.mark.slow
 def test_capture_is_deterministic() -> None:
     """Two captures of one model give equal graphs."""
     model = Recurrent().double()
@@ -354,6 +355,7 @@ def test_parameters_in_disjoint_parts_of_one_storage_are_separate() -> None:
     assert sum(r.role == "parameter" for r in graph.results) == 4
 
 
+@pytest.mark.slow
 def test_plain_tensor_attributes_on_meta_are_constants() -> None:
     """A hollow model may keep tables in plain attributes; they are sources without a value."""
     with torch.device("meta"):

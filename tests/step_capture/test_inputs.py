@@ -195,6 +195,7 @@ class ItemsToo(OrderedDict[str, Any]):
         self.count = len(self)
 
 
+@pytest.mark.slow
 def test_a_record_may_be_a_dict_too_and_have_more_attributes() -> None:
     """It comes back with its fields, items and other attributes, as output and as input."""
 

@@ -91,6 +91,7 @@ WORKLOADS: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "config"), WORKLOADS)
+@pytest.mark.slow
 def test_numbers_are_the_same(name: str, config: dict[str, Any]) -> None:
     """Loss, parameters, buffers and momentum agree within 1e-12 after a step, and within 1e-8 after
     three; placed at random on three devices as unplaced."""

@@ -260,6 +260,7 @@ def test_sparse_gradient_is_refused() -> None:
         capture(model, torch.arange(3), lambda m, x: m(x).sum(), sgd(model))
 
 
+@pytest.mark.slow
 def test_state_in_plain_attributes_is_refused() -> None:
     """A tensor attribute that the step reads and replaces, or writes, would be lost."""
 

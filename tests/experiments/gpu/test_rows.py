@@ -17,6 +17,7 @@ from experiments.gpu import rows
 SMALL = Settings("rnnlm", size="small", device="cpu", seconds=0.2, steps=3)
 
 
+@pytest.mark.slow
 def test_a_row_has_its_settings_and_figures(tmp_path: Path) -> None:
     """An eager row of a small model is measured in a child and written as JSON."""
     out = tmp_path / "row.json"
@@ -28,6 +29,7 @@ def test_a_row_has_its_settings_and_figures(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["row.json"]
 
 
+@pytest.mark.slow
 def test_an_unknown_workload_is_a_reason_not_a_crash(tmp_path: Path) -> None:
     """A child that raises gives a failed row with the error's first line."""
     settings = Settings("rnnml", device="cpu")
@@ -91,6 +93,7 @@ def test_a_compiler_that_takes_too_long_is_ended(
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_a_group_that_is_ended_keeps_its_finished_rows(tmp_path: Path, slow_module: str) -> None:
     """The rows measured so far stay, and one more says why the rest is missing."""
     settings = Settings("rnnlm", device="cpu", layers=2)
@@ -100,6 +103,7 @@ def test_a_group_that_is_ended_keeps_its_finished_rows(tmp_path: Path, slow_modu
     assert group["rows"][1]["reason"] == "did not compile within 0 s"
 
 
+@pytest.mark.slow
 def test_the_lock_lets_one_process_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the lock is held a row waits for it, and that is not counted as measuring."""
     monkeypatch.setenv("GPU_LOCK", str(tmp_path / "lock"))

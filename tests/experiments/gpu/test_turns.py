@@ -57,6 +57,7 @@ def run(
     return (folder / "log").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_nobody_has_a_turn_before_all_are_ready_nor_beside_another(tmp_path: Path) -> None:
     """Two of a and one of b, however late the last one is ready."""
     notes = run(tmp_path, {"a": (0.0, 2, 0.1), "b": (0.5, 1, 0.1)})
@@ -67,12 +68,14 @@ def test_nobody_has_a_turn_before_all_are_ready_nor_beside_another(tmp_path: Pat
     assert sorted(line.split()[0] for line in begins) == ["a", "a", "b"]
 
 
+@pytest.mark.slow
 def test_a_short_turn_is_given_while_others_get_ready(tmp_path: Path) -> None:
     """It does not mean that its process is ready."""
     notes = run(tmp_path, {"a": (0.0, 1, 0.0), "b": (-0.5, 1, 0.0)})
     assert notes.index("b tries") < notes.index("b ready") < notes.index("a begins")
 
 
+@pytest.mark.slow
 def test_a_turn_that_lasts_too_long_ends_with_its_process(tmp_path: Path) -> None:
     """The other one has its turn."""
     notes = run(tmp_path, {"a": (0.0, 1, 600.0), "b": (0.0, 1, 0.0)}, turn_s=0.5)

@@ -193,6 +193,7 @@ def test_equal_groups_have_equal_targets() -> None:
 
 @settings(max_examples=200)
 @given(graph=graphs())
+@pytest.mark.slow
 def test_any_graph_can_be_fused(graph: OpGraph) -> None:
     """Records are valid, names unique; results and sources stay; every op runs, or is dead;
     fusing what came from a file gives the same."""

@@ -104,6 +104,7 @@ def test_pins_and_excluded_devices_hold(placer: Placer) -> None:
 
 
 @pytest.mark.parametrize("placer", PLACERS, ids=name_of)
+@pytest.mark.slow
 def test_every_seed_and_process_gives_the_same_plan(placer: Placer) -> None:
     """Large enough for several threads; also in a fresh process, whose library starts anew."""
     available(placer)

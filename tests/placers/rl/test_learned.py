@@ -286,6 +286,7 @@ def test_groupings_of_all_counts_are_whole(graph: Any) -> None:
     assert len(sizes) == 5
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_the_number_of_groups(tmp_path: Path) -> None:
     """Where only whole halves do not send what is dear, coarse groups become the likeliest."""
     lines = ["x = input bytes=1"]

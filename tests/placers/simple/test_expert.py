@@ -51,6 +51,7 @@ def test_every_workload_has_a_rule(name: str) -> None:
     assert sum(any(fnmatch(name, p) for p in rule.models) for rule in RULES) == 1
 
 
+@pytest.mark.slow
 def test_lstm_layers_have_a_device_each() -> None:
     """Layer k of encoder and decoder on card k; embeddings first, attention and softmax last."""
     layers = len({m for m in (op.module for op in graph_of("nmt-4").ops) if "encoder.cells" in m})
@@ -80,6 +81,7 @@ def test_a_dropout_shared_by_layers_follows_them() -> None:
     assert found["encoder.dropout"] == {"cuda:0", "cuda:1", "cuda:2"}
 
 
+@pytest.mark.slow
 def test_transformer_blocks_are_divided_evenly() -> None:
     """Blocks in equal runs, embeddings first, head last."""
     found = modules(problem_of("bert-base", "k40x2"))
@@ -103,6 +105,7 @@ def test_experts_are_spread_and_the_rest_is_not() -> None:
     assert all(d == {"cuda:0"} for name, d in rest.items() if name not in experts)
 
 
+@pytest.mark.slow
 def test_image_classifiers_stay_on_one_device_if_they_fit() -> None:
     """All on the first card; with too little memory, contiguous parts on all cards."""
     problem = problem_of("resnet-50")

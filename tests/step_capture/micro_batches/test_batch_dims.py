@@ -114,6 +114,7 @@ def test_the_first_op_that_differs_is_named_with_its_input() -> None:
 
 
 @pytest.mark.parametrize("length", [5, 4])
+@pytest.mark.slow
 def test_time_first(length: int) -> None:
     """Cut along time, a recurrent net would be another one, or not fit."""
     model = TimeFirst().double()

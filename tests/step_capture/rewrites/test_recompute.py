@@ -132,6 +132,7 @@ def test_numbers_are_the_same(name: str, micro_batches: int, for_own_calls: bool
     check(CASES[name](), {"micro_batches": micro_batches}, for_own_calls)
 
 
+@pytest.mark.slow
 def test_under_autocast_log_softmax_is_not_kept() -> None:
     """Logits of a GPT are kept in bf16, not their log-softmax in float32; other ops keep theirs."""
     case = gpt()
@@ -214,6 +215,7 @@ class Residual(nn.Module):
     micro_batches=st.integers(1, 2),
     for_own_calls=st.booleans(),
 )
+@pytest.mark.slow
 def test_any_model(kinds: list[tuple[int, int]], micro_batches: int, for_own_calls: bool) -> None:
     """Equal numbers, no more bytes kept, no own call twice, no forward op behind a copy."""
     torch.manual_seed(2)
@@ -333,6 +335,7 @@ def test_two_outputs_of_one_op() -> None:
     assert all(user.target is operator.getitem for user in copies[0].users)
 
 
+@pytest.mark.slow
 def test_large_regions_are_cut_in_pieces() -> None:
     """1200 pointwise ops in a row, whose values the backward pass reads: numbers stay, and from
     each piece less is kept."""

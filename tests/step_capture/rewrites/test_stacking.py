@@ -94,6 +94,7 @@ def test_each_weight_has_one_product() -> None:
     assert stacked["cat"] - plain["cat"] == 7
 
 
+@pytest.mark.slow
 def test_micro_batches_are_not_mixed() -> None:
     """Each micro-batch has its own product, so that it can be placed on its own."""
     _, once = both(unrolled(), batches()[0], token_loss)

@@ -163,6 +163,7 @@ WAITS = st.sampled_from(["never", "layers"])
 
 @settings(max_examples=12)
 @given(MODELS, WAITS, st.integers(1, 3), st.integers(1, 2), st.booleans())
+@pytest.mark.slow
 def test_training_is_that_of_eager(
     options: dict[str, Any], waits: str, steps: int, micro_batches: int, stacked: bool
 ) -> None:
@@ -201,6 +202,7 @@ def test_steps_made_fusible_train_as_eager(waits: Any, left: int) -> None:
 
 @settings(max_examples=8)
 @given(MODELS, st.integers(2, 4))
+@pytest.mark.slow
 def test_nothing_waits_for_more(options: dict[str, Any], steps: int) -> None:
     """With `never`, the calls that are left wait for as many calls as before."""
     model = unrolled(**options)
@@ -216,6 +218,7 @@ def test_nothing_waits_for_more(options: dict[str, Any], steps: int) -> None:
 
 @settings(max_examples=6)
 @given(MODELS, WAITS)
+@pytest.mark.slow
 def test_new_nodes_say_what_they_are(options: dict[str, Any], waits: str) -> None:
     """The fake value of every new node has shape, strides and dtype of the real one."""
     model = unrolled(**options)
@@ -272,6 +275,7 @@ def test_what_comes_after_both_directions_waits_for_them_anyway() -> None:
     ("name", "never", "layers"),
     [("rnnlm", 5, 20), ("nmt-2", 6, 18), ("gnmt-4", 9, 54)],
 )
+@pytest.mark.slow
 def test_workloads_have_as_many_fewer(name: str, never: int, layers: int) -> None:
     """Each set of T products of a workload spares T - 1; T is 6 for rnnlm, else 4.
 
@@ -288,6 +292,7 @@ def test_workloads_have_as_many_fewer(name: str, never: int, layers: int) -> Non
 
 
 @pytest.mark.parametrize("waits", ["never", "layers"])
+@pytest.mark.slow
 def test_micro_batches_are_not_mixed(waits: str) -> None:
     """Each micro-batch has its own products, so that it can be placed on its own."""
     once = spared(unrolled(), batch(), waits)
