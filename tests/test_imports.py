@@ -67,6 +67,7 @@ def _is_for_types(tree: ast.Module, node: ast.AST) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_torch_is_imported_only_where_it_is_needed() -> None:
     """torch is imported in capture, profiling, running, workloads and learned placers only; a few
     others import it inside functions."""

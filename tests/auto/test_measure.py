@@ -96,6 +96,7 @@ def test_channels_last_weights_stay_channels_last() -> None:
 
 
 @pytest.mark.parametrize("in_child", [True, False])
+@pytest.mark.slow
 def test_plans_are_measured_in_either_process(in_child: bool) -> None:
     """Both ways give a time, the spread over rounds and how the step ran."""
     (found,) = measure(trials(["plan"]), seconds=SHORT, in_child=in_child)

@@ -117,6 +117,7 @@ def bad_files(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), BAD, ids=lambda v: str(v)[:60])
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_the_right_exit_code(
     bad_files: Path, arguments: list[str], code: int, words: list[str]
 ) -> None:

@@ -252,6 +252,7 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["machines", "k40x4"], ["explain", "plan.json"]])
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error_for_tables(folder: Path, command: list[str]) -> None:
     """Nor while a table is printed."""
     script = (
@@ -289,6 +290,7 @@ def test_names_are_shown_as_they_are(folder: Path) -> None:
     assert "[/red]" in done.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_exit_code_130(folder: Path) -> None:
     """An interrupted command ends without a traceback."""
     code = "\ndef interrupt():\n    raise KeyboardInterrupt\n"

@@ -33,6 +33,7 @@ def test_confirm_writes_the_fastest_measured_plan(folder: Path) -> None:
     assert plan["request"]["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_confirm_needs_the_plans_devices(folder: Path) -> None:
     """A machine that is not this one cannot confirm anything: exit code 2 and why."""
     done = devplace("plan", "mlp.py:build", "--machine", "k40x2", "--confirm", cwd=folder)

@@ -23,6 +23,7 @@ def foreign(folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.slow
 def test_a_plan_that_names_a_python_file_is_asked_about(
     foreign: Path, command: tuple[str, ...]
 ) -> None:

@@ -106,6 +106,7 @@ def test_flops(tmp_path, node, inputs, weights, flops):
     assert graph.ops[-1].flops == flops
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_named(tmp_path):
     """Not ONNX, bodies, and tensors that nothing makes."""
     path = tmp_path / "x.onnx"

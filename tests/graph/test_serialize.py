@@ -50,6 +50,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert not isinstance(loaded, Captured)
 
 
+@pytest.mark.slow
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     """Cut at any byte, a graph file is a GraphError that names the file."""
     whole = to_json(GRAPH)

@@ -89,6 +89,7 @@ def test_search_finds_the_optimum_of_tiny_problems(tiny: TinyProblem) -> None:
 
 
 @pytest.mark.parametrize("block", range(5))
+@pytest.mark.slow
 def test_search_equals_brute_force_on_500_tiny_cases(block: int) -> None:
     """Up to 10 ops and 3 unequal devices, with memory limits, pins, groups: as fast as the best of
     all placements in critical-path order (or faster, thanks to order), never below the bound."""

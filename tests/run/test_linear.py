@@ -83,6 +83,7 @@ def ends(
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), num_devices=st.integers(2, 4))
+@pytest.mark.slow
 def test_steps_end_on_devices_without_concurrency(seed: int, num_devices: int) -> None:
     """Devices that do nothing else while they wait finish every step."""
     schedule = schedule_of(seed, num_devices)
@@ -92,6 +93,7 @@ def test_steps_end_on_devices_without_concurrency(seed: int, num_devices: int) -
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), large=st.sets(st.integers(0, 40)))
+@pytest.mark.slow
 def test_steps_end_whatever_shares_a_lane(seed: int, large: set[int]) -> None:
     """They do so too when some tensors for all receivers share one stream."""
 
@@ -105,6 +107,7 @@ def test_steps_end_whatever_shares_a_lane(seed: int, large: set[int]) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), large=st.sets(st.integers(0, 40)), direct=st.booleans())
+@pytest.mark.slow
 def test_what_is_not_waited_for_has_come(seed: int, large: set[int], direct: bool) -> None:
     """Where lanes carry no more than waits force them to, just what has come is not waited for."""
 

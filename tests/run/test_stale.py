@@ -68,6 +68,7 @@ def test_reading_without_sync_is_refused(read: Callable[..., Any]) -> None:
 
 
 @every_reading
+@pytest.mark.slow
 def test_what_a_closed_step_took_with_it_is_told_once(read: Callable[..., Any]) -> None:
     """Closed, or dropped, without sync: the first reading warns, and later ones do not."""
     for end in (Step.close, None):

@@ -37,6 +37,7 @@ def best_by_brute_force(problem: Problem, seed: int) -> int | None:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
+@pytest.mark.slow
 def test_nothing_that_fits_beats_the_bound(seed: int) -> None:
     """On tiny problems with memory limits, pins and unequal devices every placement that fits
     takes at least the bound, in any order; where one fits, none is proved not to."""

@@ -101,6 +101,7 @@ def test_micro_batches_of_a_ctc_loss() -> None:
     assert not graph.meta.get("unchecked")
 
 
+@pytest.mark.slow
 def test_a_fresh_process_knows_the_ops(tmp_path: Any) -> None:
     """As the one that measures them."""
     graph, _ = captured(model(), 3, 2)

@@ -74,6 +74,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("layers", [None, 1])
+@pytest.mark.slow
 def test_a_compiler_that_takes_too_long_is_ended(
     tmp_path: Path, slow_module: str, layers: int | None
 ) -> None:

@@ -131,6 +131,7 @@ def is_connected(graph: OpGraph, members: set[int]) -> bool:
 
 @settings(max_examples=300)
 @given(graph=graphs(), pins=parts, most=st.sampled_from([2, 3, 256]))
+@pytest.mark.slow
 def test_groups_of_any_graph_can_be_contracted(
     graph: OpGraph, pins: dict[str, str], most: int
 ) -> None:

@@ -138,6 +138,7 @@ def test_scotch_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert os.environ["SCOTCH_PTHREAD_NUMBER"] == "3"
 
 
+@pytest.mark.slow
 def test_nothing_is_printed() -> None:
     """METIS complains on standard output about parts that stay empty; nobody should read that, and
     what is printed before and after is there, in order."""

@@ -153,6 +153,7 @@ def test_search_goes_on_from_its_answer(graph: Any) -> None:
     assert place(problem, Search(start=found.placement), "60ev").step_ns <= found.step_ns
 
 
+@pytest.mark.slow
 def test_fine_tuning_improves_on_zero_shot() -> None:
     """On 48 groups and 3 devices, 600 evaluations give a shorter step than one."""
     problem = layered()

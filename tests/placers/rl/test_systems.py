@@ -181,6 +181,7 @@ def test_where_nothing_fits_it_says_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_it_beats_random_sampling(name: str) -> None:
     """On 48 groups and 3 devices, at the same budget: a shorter step than random's best."""
     problem = layered()

@@ -94,6 +94,7 @@ def test_transformer_blocks_are_divided_evenly() -> None:
     assert found["head.0"] == found["head.2"] == {"cuda:1"}
 
 
+@pytest.mark.slow
 def test_experts_are_spread_and_the_rest_is_not() -> None:
     """Every expert is on one card, all cards have experts, attention and gate are on the first.
     What a mixture itself does is beside the expert it feeds or reads."""

@@ -183,6 +183,7 @@ def test_a_mean_over_what_is_not_nan_is_refused() -> None:
         capture(model, batch(), loss, sgd(model), 2)
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_its_own_loss_of_padded_labels() -> None:
     """As language models of Transformers do; shifted labels, in place of a copy."""
 

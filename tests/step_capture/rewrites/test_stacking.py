@@ -114,6 +114,7 @@ def test_a_micro_batch_is_done_before_the_next() -> None:
     assert all(users[stack.outputs[0]] < second for stack in stacks)
 
 
+@pytest.mark.slow
 def test_nothing_changes_by_itself() -> None:
     """Without the option the graph is that of autograd, and tells what the option would spare."""
     model, batch = unrolled(), batches()[0]

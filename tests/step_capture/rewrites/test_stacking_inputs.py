@@ -240,6 +240,7 @@ def test_new_nodes_say_what_they_are(options: dict[str, Any], waits: str) -> Non
 
 
 @pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.slow
 def test_layers_whose_input_is_there_have_one_product(by_step: bool) -> None:
     """Of two layers and a head of five steps: the first layer's inputs and the gradients of the
     head's outputs are all there, and what the head makes is read together. The gradients of the
@@ -249,6 +250,7 @@ def test_layers_whose_input_is_there_have_one_product(by_step: bool) -> None:
 
 
 @pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.slow
 def test_layers_may_wait_for_each_other(by_step: bool) -> None:
     """The second layer can have one product too, and one for the gradient of its input."""
     expected = {
@@ -264,6 +266,7 @@ def test_layers_may_wait_for_each_other(by_step: bool) -> None:
     assert left["cells.0", "forward"] == left["cells.1", "forward"] == 1 + STEPS
 
 
+@pytest.mark.slow
 def test_what_comes_after_both_directions_waits_for_them_anyway() -> None:
     """The second layer begins with what the first one, read backwards, gives last."""
     found = spared(unrolled(both_ways=True), batch(), "never")
