@@ -99,6 +99,27 @@ def test_new_batches_and_rates_need_no_new_capture(num_devices: int) -> None:
     assert largest_difference(model, twin) < 1e-9
 
 
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=two_gpus)])
+def test_a_batch_may_be_written_over_at_once(num_devices: int) -> None:
+    """Where steps are not waited for, each reads what its batch held when it was called."""
+    model = Clipped().double().cuda()
+    twin = copy.deepcopy(model)
+    optimizer, other = adam(list(model.parameters())), adam(list(twin.parameters()))
+    data = torch.randn(20, 8, 4, device="cuda", dtype=torch.float64)
+    x = data[0].clone()
+    graph = capture(model, (x,), mean_square, optimizer)
+    placed = place(graph, num_devices, "modules")
+    names = NAMES[:num_devices]
+    with compile_step(model, optimizer, graph, *placed, names, waits=False) as step:
+        for each in data:
+            x.copy_(each)
+            step(x)
+        x.zero_()
+        step.sync()
+    train_eager(twin, other, [(each,) for each in data], mean_square)
+    assert largest_difference(model, twin) < 1e-9
+
+
 def test_s47_masks_are_fresh_in_every_step_and_reproducible() -> None:
     """Dropout differs from step to step, and the same seed gives the same steps."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 1)).cuda()

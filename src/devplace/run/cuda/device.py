@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ class CudaDevice:
         index: Its index in the schedule.
         name: Its torch device.
         source_bytes: Source op that it will hold -> bytes of its value.
+        inputs: Source ops of the batch.
 
     Attributes:
         index: Its index in the schedule.
@@ -35,12 +36,14 @@ class CudaDevice:
         index: int,
         name: str,
         source_bytes: Mapping[int, int] | None = None,
+        inputs: Collection[int] = (),
     ) -> None:
         self.index = index
         self.torch_device = torch.device(name)
         self.main = streams.take(name)
         self.buffers: dict[int, Any] = {}
         self._pieces = Packing(source_bytes or {})
+        self._inputs = frozenset(inputs)
         self._memory: Any = None
         self._fetching: dict[Any, Any] = {}  # GPU -> stream there that copies its values to here
 
@@ -58,6 +61,8 @@ class CudaDevice:
         """Copy a value into the buffer of a source op, behind all work so far."""
         value = value.detach()
         if value.is_cuda:
+            if op in self._inputs:  # read later, when its owner may have written over it
+                value = value.clone()
             self.main.wait_stream(torch.cuda.current_stream(value.device))
         with self._from(value), self.current():
             if op not in self.buffers:

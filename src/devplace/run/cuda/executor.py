@@ -107,9 +107,13 @@ class CudaExecutor:
         self._hosts = {
             index: HostDevice(index, frozenset(schedule.graph.replaced)) for index in hosts
         }
+        inputs = [b.op for b in schedule.graph.program.bindings if b.kind == "input"]
         self._devices = {
             index: CudaDevice(
-                index, schedule.device_names[index], source_bytes=source_bytes(schedule, index)
+                index,
+                schedule.device_names[index],
+                source_bytes=source_bytes(schedule, index),
+                inputs=inputs,
             )
             for index in active
             if index not in self._hosts
