@@ -57,7 +57,7 @@ class Trial:
     Attributes:
         name: What it is called in tables.
         plan: Placement, order and devices.
-        graph: The captured step the plan is of, with its program.
+        graph: The captured step the plan is of.
         sources: What the step starts from, of `step_sources`.
     """
 

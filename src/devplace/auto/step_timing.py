@@ -23,8 +23,8 @@ WARM_UP_S = 0.3
 """A GPU at its power limit lowers its clock within that time, most of the way."""
 SHORTEST_ROUND_NS = 20_000_000  # shorter ones measure the wait for their end
 STEPS_PER_ROUND = 5
-"""At least, if there is time: training does not wait for each step either. A round of one step of
-NMT-4 on one H200 took 33.4 ms where kernels took 28.1: launching thousands of kernels counted."""
+"""At least, if there is time: training does not wait for each step either, and a round of one step
+holds all of its launch."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def op_calls(
     """The call of every op that does some work, by op index.
 
     Args:
-        graph: A captured step, with its program.
+        graph: A captured step.
         cold: Which inputs come from memory; default: those of the trace's order.
         only: The ops whose calls are wanted; default: all.
     """

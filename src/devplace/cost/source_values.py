@@ -64,7 +64,7 @@ def example_sources(graph: Captured) -> dict[int, Source]:
     """Every source op of a captured step, with what the graph holds of its example.
 
     Args:
-        graph: The captured step, with its program.
+        graph: The captured step.
     """
     found = {}
     for binding in graph.program.bindings:

@@ -127,7 +127,7 @@ def check_step(
     Model and optimizer are not changed.
 
     Args:
-        graph: The captured step, with its program.
+        graph: The captured step.
         model: The model.
         optimizer: Its optimizer, or None.
         inputs: A batch, in a form that capture takes.

@@ -54,7 +54,7 @@ def compile_step(
     Args:
         model: The model the graph was captured from (or one just like it).
         optimizer: Its optimizer, or None for inference.
-        graph: The captured step, with its program.
+        graph: The captured step.
         device_of_op: Device index per op; views sit with their base. Shape `[V]`.
         order: Per device the indices of its ops (no sources, no views) in execution order.
         device_names: Names of the devices, shape `[D]`.

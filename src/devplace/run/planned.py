@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from devplace.errors import InputError, PlanMismatchError
@@ -21,7 +21,7 @@ _MADE_FOR = (
 
 
 def compile(
-    captured: Captured | Any,
+    captured: Captured | Callable[..., Any],
     plan: Plan,
     *,
     model: Any = None,
@@ -68,7 +68,7 @@ def compile(
 
 
 def check(
-    captured: Captured | Any,
+    captured: Captured | Callable[..., Any],
     plan: Plan,
     inputs: Any,
     *,

@@ -48,7 +48,7 @@ class Schedule:
     """What every device does in a step.
 
     Attributes:
-        graph: The step, with its program.
+        graph: The captured step.
         device_names: Names of the devices.
         device_of_op: Device index per op of the graph.
         instructions: Per device, in the order it runs them.

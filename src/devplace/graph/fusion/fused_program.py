@@ -31,7 +31,7 @@ def fused_program(
     """The program of a fused graph.
 
     Args:
-        graph: The plain step, with its program.
+        graph: The plain step, captured.
         units: Its groups and the ops that stay, in their new order.
         fused: The records of the fused step, one op per unit.
         tensor_of: Tensor of the plain step -> the same one of the fused step.
