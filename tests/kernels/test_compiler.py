@@ -9,11 +9,41 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from tests.kernels.groups import X, double, group
 
 from devplace.errors import ExecutionError
 from devplace.kernels import compiler
 from devplace.kernels.kernel_signature import signature_of
+
+
+def count_up(*counters: Any) -> Any:
+    """What the batch norms of a model do."""
+    return tuple(counter + 1 for counter in counters)
+
+
+def counted(device: str) -> str:
+    """Source of a kernel that counts up five counters, which it did."""
+    counters = [torch.tensor(10 * k, device=device) for k in range(5)]
+    call = group(count_up, *counters, over=tuple((k, k) for k in range(5)))
+    signature = signature_of(call, device, counters)._replace(writes=call.over)
+    source = compiler.compile_source(call, signature)
+    assert compiler.load(source)(list(counters)) == ()
+    assert [counter.item() for counter in counters] == [1, 11, 21, 31, 41]
+    return source
+
+
+def test_counters_are_counted_in_place() -> None:
+    """All of them, where they lie."""
+    assert counted("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_counters_are_one_kernel() -> None:
+    """On a GPU one is started for all of them."""
+    source = counted("cuda:0")
+    assert source.count("async_compile.triton(") == source.count(".run(") == 1
 
 
 class Made:

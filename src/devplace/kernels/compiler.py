@@ -8,6 +8,7 @@ kernels that its own caches hold in binary form.
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,6 +89,7 @@ def _compiled(call: FusedCall, signature: Signature, way: Mapping[str, Any]) -> 
         with mode:
             inputs = [_fake(layout, device) for layout in signature.layouts]
             graph = _traced(call, device, inputs)
+            _join_counters(graph)
             _write_over(graph, signature)
         with V.set_fake_mode(mode), tracing(TracingContext(mode)):
             return compile_fx_inner(graph, inputs, is_inference=True)
@@ -162,6 +164,26 @@ def _traced(call: FusedCall, device: Any, inputs: Sequence[Any]) -> torch.fx.Gra
 
     module = torch.fx.GraphModule({}, on_device(call.graph, device))
     return make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+
+
+def _join_counters(graph: torch.fx.GraphModule) -> None:
+    """Make one op, and so one kernel, of a group of counters that rise by the same number."""
+    adds = [node for node in graph.graph.nodes if node.op == "call_function"]
+    shared = {(node.target, repr(node.args[1:]), repr(node.kwargs)) for node in adds}
+    if len(adds) < 2 or len(shared) > 1 or adds[0].target is not torch.ops.aten.add.Tensor:
+        return
+    counters, amount = [node.args[0] for node in adds], adds[0].args[1]
+    if adds[0].kwargs or not isinstance(amount, (int, float)):
+        return
+    output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+    with graph.graph.inserting_before(output):
+        joined = graph.graph.call_function(torch.ops.aten._foreach_add.Scalar, (counters, amount))
+        joined.meta["val"] = [node.meta["val"] for node in adds]
+        for place, node in enumerate(adds):
+            part = graph.graph.call_function(operator.getitem, (joined, place))
+            part.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(part)
+            graph.graph.erase_node(node)
 
 
 def _write_over(graph: torch.fx.GraphModule, signature: Signature) -> None:

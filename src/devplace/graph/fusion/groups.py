@@ -5,7 +5,7 @@ No torch here, so that saved graphs can be fused and planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from devplace.graph.graph import Op, OpGraph
@@ -210,8 +210,22 @@ class _Finder:
             changes = self._changes(component)
             for place, index in enumerate(component):
                 label[index] = (self._depth[index], changes[index], place // MAX_MEMBERS)
-        found = self._components(members, label)
+        found = [*self._components(members, label), *self._counters()]
         return tuple(self._with_repeated(one) for one in found if self._is_worth_it(one))
+
+    def _counters(self) -> Iterator[Sequence[int]]:
+        """Ops of one key each that only bring small state up to date."""
+        ops, producer = self._graph.ops, self._graph.producer
+        found: dict[Hashable, list[int]] = {}
+        for result in self._graph.results:
+            index = producer[result.tensor]
+            makers = self._makers[index]
+            is_lone = self._may_join(index) and not self._readers[index]
+            is_lone &= all(ops[maker].is_source for maker in makers) and not ops[index].pays_alone
+            if is_lone and result.replaces in makers and self._is_small(ops[index]):
+                found.setdefault(self._part[index], []).append(index)
+        for some in found.values():
+            yield from (some[k : k + MAX_MEMBERS] for k in range(0, len(some), MAX_MEMBERS))
 
     def _changes(self, component: Sequence[int]) -> dict[int, int]:
         """How often the key changes on the way to each op of a component, if it holds several."""
