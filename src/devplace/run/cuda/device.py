@@ -45,6 +45,7 @@ class CudaDevice:
         self._pieces = Packing(source_bytes or {})
         self._inputs = frozenset(inputs)
         self._memory: Any = None
+        self._read_from: set[Any] = set()  # streams of users whose values were put since
         self._fetching: dict[Any, Any] = {}  # GPU -> stream there that copies its values to here
 
     @contextmanager
@@ -61,9 +62,10 @@ class CudaDevice:
         """Copy a value into the buffer of a source op, behind all work so far."""
         value = value.detach()
         if value.is_cuda:
-            if op in self._inputs:  # read later, when its owner may have written over it
-                value = value.clone()
-            self.main.wait_stream(torch.cuda.current_stream(value.device))
+            users = torch.cuda.current_stream(value.device)
+            self.main.wait_stream(users)
+            if op in self._inputs:
+                self._read_from.add(users)
         with self._from(value), self.current():
             if op not in self.buffers:
                 self.buffers[op] = self._room_for(op, value)
@@ -72,6 +74,16 @@ class CudaDevice:
             self.buffers[op].copy_(value, non_blocking=not is_pinned)
             if value.device == self.torch_device:
                 value.record_stream(self.main)
+
+    def let_users_write(self) -> None:
+        """Let what the user does next with a batch on a GPU wait until it is read.
+
+        Called once all devices have been given their values: they wait for the user's stream, and
+        must not wait for each other through it.
+        """
+        for users in self._read_from:
+            users.wait_stream(self._fetching.get(users.device, self.main))
+        self._read_from.clear()
 
     @contextmanager
     def _from(self, value: Any) -> Iterator[None]:

@@ -187,6 +187,8 @@ class CudaExecutor:
         for op, key in self._random_keys.of_step(self.seed, number).items():
             self.put(op, key)
         self._check_complete()
+        for device in self._devices.values():
+            device.let_users_write()
         self._number = number
         try:
             with torch.no_grad():
