@@ -107,13 +107,19 @@ def _entries(rows: list[dict[str, Any]]) -> list[Found]:
 
 
 def _whole(entries: list[Found], suffix: str) -> list[Found]:
-    """Entries with our figure and torch.compile's; of a row without such, all that it has."""
+    """Entries with our figure and torch.compile's, or those of peers on the same GPUs; of a row
+    without such, all that it has."""
     of_row: dict[str, list[Found]] = {}
     for entry in entries:
         of_row.setdefault(next(iter(entry.values()))["row"], []).append(entry)
     kept = []
     for some in of_row.values():
-        whole = [entry for entry in some if _ours(entry, suffix) and _get(entry, "compile")]
+        whole = [
+            entry
+            for entry in some
+            if (_ours(entry, suffix) and _get(entry, "compile"))
+            or (suffix and any(_best(entry, peers) for peers in GROUPS.values()))
+        ]
         kept += whole or some
     return kept
 

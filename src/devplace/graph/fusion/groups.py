@@ -213,7 +213,7 @@ class _Finder:
         found = [*self._components(members, label), *self._counters()]
         return tuple(self._with_repeated(one) for one in found if self._is_worth_it(one))
 
-    def _counters(self) -> Iterator[Sequence[int]]:
+    def _counters(self) -> Iterator[list[int]]:
         """Ops of one key each that only bring small state up to date."""
         ops, producer = self._graph.ops, self._graph.producer
         found: dict[Hashable, list[int]] = {}
