@@ -42,6 +42,7 @@ from devplace.step_capture.refuse import (
     unwrap,
 )
 from devplace.step_capture.request import CaptureRequest, Input
+from devplace.step_capture.rewrites.blocks import named_blocks, recompute_blocks
 from devplace.step_capture.rewrites.channels_last import lay_channels_last
 from devplace.step_capture.rewrites.counter_random import draw_by_counter
 from devplace.step_capture.rewrites.cross_entropy import direct_cross_entropy
@@ -75,6 +76,7 @@ def capture(
     stack_gradients: bool | None = None,
     fuse: bool = False,
     stack_inputs: bool = False,
+    recompute: bool | Sequence[str] = False,
     name: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
@@ -125,6 +127,9 @@ def capture(
         stack_inputs: Multiply all inputs of a recurrent layer by its weight at once, wherever they
             are there before the layer begins: faster on one device by analytic costs (not measured
             on GPUs), slower on several, where layers then wait for each other.
+        recompute: Modules whose forward pass is computed again in the backward pass, which then
+            keeps only what they read and give: less memory for more time, with the same numbers.
+            True: the repeated blocks of the model, such as its layers (`named_blocks`).
         name: Name of the graph; the model's class by default.
         device: torch device type the step is captured for, `cpu` or `cuda`; by default where the
             model is. Wherever the model lies, it stays there.
@@ -158,6 +163,7 @@ def capture(
             fuse,
             stack_inputs,
             compare_batches,
+            named_blocks(model, recompute),
         )
         known, unchecked = known or Known(), ""
         if request.batch.is_cut:
@@ -225,6 +231,7 @@ def _request(
     fuse: bool = False,
     stack_inputs: bool = False,
     compare_batches: bool = True,
+    recompute: tuple[str, ...] = (),
 ) -> CaptureRequest:
     sources = find_sources(model)
     update = _read_optimizer(model, optimizer, sources)
@@ -256,6 +263,7 @@ def _request(
         stack_inputs,
         has_gradients=mode == "train",
         compares_batches=compare_batches,
+        recompute=recompute,
     )
 
 
@@ -325,6 +333,7 @@ def _meta(
         "stack_gradients": request.stack_gradients,
         "fuse": request.fuse,
         "stack_inputs": request.stack_inputs,
+        "recompute": list(request.recompute),
         "autocast": str(request.autocast).removeprefix("torch.") if request.autocast else None,
         "micro_batch_sizes": list(request.batch.sizes),
     }
@@ -366,6 +375,8 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
     if step.request.is_compared:
         step.compared = compared_graph(gm, step)
         drop_last_results(gm.graph, len(step.extra))
+    if step.request.recompute:
+        recompute_blocks(gm.graph, step.request.recompute)
     if step.request.stack_gradients:
         stack(gm.graph)
         clean(gm.graph)

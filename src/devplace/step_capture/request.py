@@ -54,6 +54,7 @@ class CaptureRequest:
         stack_gradients: Whether products of a weight's gradient are stacked.
         fuse: Whether the step is made ready to be fused.
         stack_inputs: Whether products of inputs with one weight are made one.
+        recompute: Names of modules that the backward pass computes again.
         has_gradients: Whether operations can be differentiated: in training, and where the model
             itself takes derivatives by its inputs.
         whole: Of micro-batches, what the step of the whole batch says.
@@ -80,6 +81,7 @@ class CaptureRequest:
     whole: Whole = field(default_factory=Whole)
     is_compared: bool = False
     compares_batches: bool = True
+    recompute: tuple[str, ...] = ()
 
 
 def source_name(entry: Input) -> str:

@@ -121,6 +121,7 @@ class _Reference:
             stack_gradients=False,
             stack_inputs=False,
             fuse=False,
+            recompute=(),
         )
         self._step, _ = trace(alone, frames)
         self.frames = self._step.frames
