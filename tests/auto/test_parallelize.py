@@ -13,7 +13,6 @@ from torch import nn
 
 import devplace as dp
 from devplace.auto import parallelize as module
-from devplace.auto import plan_choice
 from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.confirm import TIE
 from devplace.auto.measure import Measurer
@@ -364,7 +363,6 @@ def test_the_budget_covers_everything() -> None:
     assert clock.confirm_seconds() == 15.0
     assert clock.search_budget(2, True).seconds == 0.5
     assert BudgetClock.parse("500ev").search_budget(3, True).evaluations == 500
-    assert plan_choice.Choice((), None).notes == ()
 
 
 @pytest.mark.parametrize(("cores", "is_noted"), [(1, True), (2, False), (8, False)])

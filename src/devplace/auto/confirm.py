@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from devplace.auto.candidates import Candidate, candidates
+from devplace.auto.candidates import Candidate, of_searches
 from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.ordinary import Ordinary, time_ordinary
 from devplace.auto.step_sources import step_sources
@@ -178,7 +178,7 @@ class Confirmation:
 
 
 def confirm(
-    result: Result,
+    result: Result | Sequence[Result],
     model: Any,
     optimizer: Any,
     inputs: Any,
@@ -186,17 +186,20 @@ def confirm(
     *,
     seconds: float = 30.0,
     measurer: Measurer | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Confirmation:
     """Run a search's best few plans and the trivial ones on the devices of this computer.
 
     Args:
-        result: Of `place`, for a captured step and devices of this computer.
+        result: Of `place`, for a captured step and devices of this computer; or several, of one
+            step captured with different numbers of micro-batches.
         model: The model; may be on the meta device, because only times are wanted.
         optimizer: Its optimizer, or None.
         inputs: A batch, in a form that capture takes.
         kwargs: Named part of the batch.
         seconds: Time after which no more plans are tried, s.
         measurer: What runs them; by default in a child process.
+        progress: Called with the name of what is being measured.
 
     Returns:
         Every plan with what was measured; `best` is the fastest measured.
@@ -204,17 +207,15 @@ def confirm(
     Raises:
         PlanMismatchError, InputError: Model or batch are not those of the captured step.
     """
-    graph = as_captured(result.timeline.problem.graph, "To measure plans")
-    sources = step_sources(graph, model, optimizer, inputs, kwargs)
-    found = candidates(result)
-    trials = [Trial(candidate.name, candidate.plan, graph, sources) for candidate in found]
+    results = [result] if isinstance(result, Result) else result
+    own = (model, optimizer, inputs, kwargs)
+    graphs = [as_captured(one.timeline.problem.graph, "To measure plans") for one in results]
+    steps = {id(graph): (graph, step_sources(graph, *own)) for graph in graphs}
+    found = of_searches(results)
+    trials = [Trial(one.name, one.plan, *steps[id(one.problem.graph)]) for one in found]
     with Measurer() if measurer is None else nullcontext(measurer) as runner:
         return confirm_trials(
-            found,
-            trials,
-            runner,
-            seconds,
-            ordinary=lambda: time_ordinary(graph, model, optimizer, inputs, kwargs),
+            found, trials, runner, seconds, progress, lambda: time_ordinary(graphs[0], *own)
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from devplace.auto.measured_costs import detected
 from devplace.errors import InputError, MachineError
 from devplace.machine import Machine, detect, load_machine
+from devplace.problem.device_names import resolve_device
 
 MachineLike = Machine | str | Path | int
 
@@ -29,19 +29,24 @@ def find_machine(machine: MachineLike) -> Machine:
             "A machine must be 'detect', a name, a machine file, a Machine or a number of logical "
             f"CPU devices, got {machine!r}."
         )
-    if machine == "detect":
-        return detected()
     return detect(machine) if isinstance(machine, int) else load_machine(machine)
 
 
 def excluded(
     machine: Machine, exclude: Sequence[str], uses_cpu: bool, unused: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Devices not to be used: those excluded or unused, and CPUs beside GPUs unless wanted."""
+    """Devices not to be used: those excluded, and CPUs beside GPUs unless wanted.
+
+    Args:
+        machine: Where they are.
+        exclude: Their names, as users write them.
+        uses_cpu: Whether CPUs beside GPUs are wanted.
+        unused: Devices that are not used for another reason.
+    """
     if isinstance(exclude, str):
         raise InputError(f"exclude must be a list of device names, got {exclude!r}.")
-    names = [*exclude, *unused]
-    if has_gpus(machine, names) and not uses_cpu:
+    names = [resolve_device(machine, name, "exclude") for name in exclude]
+    if not uses_cpu and has_gpus(machine, (*names, *unused)):
         names += [d.name for d in machine.devices if d.kind == "cpu" and d.name not in names]
     return tuple(names)
 

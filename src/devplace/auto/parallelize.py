@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,36 +13,29 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.budget_clock import BudgetClock
+from devplace.auto.calibration_store import learn_from
 from devplace.auto.candidates import Candidate
 from devplace.auto.compiled import compiled_step_ns
-from devplace.auto.local_devices import (
-    MachineLike,
-    capture_device,
-    excluded,
-    find_machine,
-    require_here,
-)
-from devplace.auto.local_devices import fuses as step_is_fused
+from devplace.auto.confirm import Confirmation
+from devplace.auto.confirm import confirm as confirm_plans
+from devplace.auto.local_devices import MachineLike
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
-from devplace.auto.plan_choice import Choice, choose, search
+from devplace.auto.planning import Target, Tell, find_target
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
-from devplace.errors import CaptureError, ExecutionError, InputError
-from devplace.graph import Captured
-from devplace.graph.fusion import fuse_for
+from devplace.cost.worker_process import WorkerProcess
+from devplace.errors import CaptureError, ExecutionError, InfeasibleError, InputError
+from devplace.graph import Captured, as_captured
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
-from devplace.machine import Machine
 from devplace.machine.detect import num_cores
-from devplace.placers import Placer
+from devplace.placers import Placer, Result, Search, Single, place
 from devplace.plan import Plan
-from devplace.problem.device_names import without_memory
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import RETRY
 from devplace.run.planned import check
 from devplace.run.schedule import is_cpu
-from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
 from devplace.step_capture.micro_batches.cutting import BatchDims
@@ -49,6 +43,10 @@ from devplace.step_capture.optimizers.several import as_one
 from devplace.step_capture.refuse import unwrap
 from devplace.units import format_time
 
+_TOO_SLOW = (
+    "No plan was measured within {:.3g} s, so the best predicted one is used unmeasured: the "
+    "computer is busy, or steps take long. Give a larger budget, as budget='5min'."
+)
 MICRO_BATCHES = (1, 2, 4, 8)
 CAPTURE_SHARE = 0.35
 """Part of the budget after which no further number of micro-batches is captured."""
@@ -141,17 +139,16 @@ def parallelize(
     tell = progress or (lambda text: None)
     _check_model(model)
     optimizer = as_one(optimizer)
-    found = find_machine(machine)
-    unused = without_memory(found, limits or {})
-    left_out = excluded(found, exclude, uses_cpu, unused)
-    require_here(found, left_out)
+    target = find_target(
+        machine, limits, pins, exclude, uses_cpu=uses_cpu, runs=True, fuse=fuse, tell=tell
+    )
     known = Known()
     job = _Job(
         model,
         optimizer,
         example_inputs,
         example_kwargs,
-        lambda count: capture(
+        lambda count: target.capture(
             model,
             example_inputs,
             loss_fn,
@@ -163,30 +160,26 @@ def parallelize(
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
             stack_gradients=stack_gradients,
-            fuse=fuses,
-            device=kind,
             known=known,
         ),
+        target,
+        clock,
         tell,
     )
-    kind = capture_device(found, left_out)
-    fuses = step_is_fused(kind) if fuse is None else fuse
-    demands = {"limits": limits or {}, "pins": pins or {}, "exclude": left_out}
-    num_devices = len(set(found.device_names) - set(left_out))
-    counts = _counts(micro_batches, model, num_devices, job)
-    early = Compilers() if fuses and not any_compiled(kind) else None
+    counts = _counts(micro_batches, model, job)
+    early = Compilers() if target.fuse and not any_compiled(target.device) else None
     with Measurer(seed=seed) as measurer, early or contextlib.nullcontext() as compilers:
         if confirm:
             measurer.start()
-        graphs = [fuse_for(graph, pins or {}) for graph in job.capture_all(counts, clock)]
-        job.compile_kernels(graphs, found, left_out, compilers)
-        searches = search(
-            graphs, found, demands, placer, clock, seed, confirm, tell, measurer.child
-        )
-        choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
+        graphs = job.capture_all(counts)
+        job.compile_kernels(graphs, compilers)
+        results = job.search(graphs, placer, seed, measurer.child, confirm)
+        found, ranked = job.choose(results, measurer if confirm else None)
+    if found is not None and not found.ranked:
+        warnings.warn(_TOO_SLOW.format(found.seconds), stacklevel=2)
     if compare_compile:
-        job.compare(loss_fn, clip_grad_norm, autocast, kind)
-    return job.finish(choice, seed, verify)
+        job.compare(loss_fn, clip_grad_norm, autocast)
+    return job.finish(found, ranked, seed, verify)
 
 
 @dataclass
@@ -195,6 +188,9 @@ class _Job:
 
     Attributes:
         capture: Number of micro-batches -> captured step.
+        target: Its devices.
+        clock: What time is left.
+        tell: Told what is being done.
         notes: For the report.
     """
 
@@ -203,19 +199,21 @@ class _Job:
     inputs: Any
     kwargs: Mapping[str, Any] | None
     capture: Callable[[int], Captured]
-    tell: Callable[[str], None]
+    target: Target
+    clock: BudgetClock
+    tell: Tell
     notes: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> tuple[Any, Any, Any, Any]:
-        """What `step_sources` needs beside a graph."""
+        """What `confirm` needs beside results."""
         return self.model, self.optimizer, self.inputs, self.kwargs
 
-    def capture_all(self, counts: Sequence[int], clock: BudgetClock) -> list[Captured]:
+    def capture_all(self, counts: Sequence[int]) -> list[Captured]:
         """The step with each number of micro-batches, as long as there is time."""
         graphs: list[Captured] = []
         for count in counts:
-            if graphs and clock.spent > CAPTURE_SHARE:
+            if graphs and self.clock.spent > CAPTURE_SHARE:
                 self.notes.append(f"{count} and more micro-batches not tried: no time to capture")
                 break
             chunks = f" with {count} micro-batches" if count > 1 else ""
@@ -229,24 +227,77 @@ class _Job:
                 break
         return graphs
 
-    def compile_kernels(
-        self,
-        graphs: Sequence[Captured],
-        machine: Machine,
-        exclude: Sequence[str],
-        compilers: Compilers | None,
-    ) -> None:
+    def compile_kernels(self, graphs: Sequence[Captured], compilers: Compilers | None) -> None:
         """Compile what is fused before ops are timed."""
+        kind = self.target.device
+        fast = [d.name for d in self.target.machine.devices if d.kind == "gpu"]
+        names = [name for name in fast if name in self.target.devices]
         for graph in graphs:
-            kind = graph.meta["device"]
-            names = [d.name for d in machine.devices if d.name not in exclude and d.kind == "gpu"]
             done = prepare(graph, names if kind == "cuda" else ["cpu"], self.tell, compilers)
             self.notes += done.notes
 
-    def compare(
-        self, loss_fn: Any, clip_grad_norm: float | None, autocast: Any, device: str
-    ) -> None:
+    def search(
+        self,
+        graphs: Sequence[Captured],
+        placer: Placer | None,
+        seed: int,
+        child: WorkerProcess | None,
+        confirms: bool,
+    ) -> list[Result]:
+        """Place every capture, its ops timed in `child`; those that do not fit are left out.
+
+        Raises:
+            InfeasibleError: None fits.
+        """
+        found: list[Result] = []
+        failures: list[InfeasibleError] = []
+        for number, graph in enumerate(graphs):
+            self.tell("timing ops")
+            problem = self.target.problem(graph, times_cpus=True, child=child)
+            chosen = placer or (Search() if len(problem.usable_devices) > 1 else Single())
+            budget = self.clock.search_budget(len(graphs) - number, confirms)
+            self.tell(f"searching ({number + 1} of {len(graphs)})")
+            try:
+                result = place(problem, chosen, budget, seed)
+            except InfeasibleError as error:
+                failures.append(error)
+                continue
+            if result.is_interrupted:
+                raise KeyboardInterrupt
+            found.append(result)
+        if not found:
+            raise failures[0]
+        return found
+
+    def choose(
+        self, results: Sequence[Result], measurer: Measurer | None
+    ) -> tuple[Confirmation | None, list[Candidate]]:
+        """What was measured, and plans in the order in which they should be used: the fastest
+        measured first, or where nothing was measured in time, or is to be, the best predicted.
+
+        Raises:
+            ExecutionError: None of them ran, for other reasons than time.
+        """
+        noted = [note for r in results for note in (*r.timeline.problem.notes, *r.notes)]
+        self.notes[:0] = noted
+        if measurer is None:
+            best = sorted(results, key=lambda result: result.step_ns)
+            return None, [Candidate(r.placer, r.plan, r.step_ns) for r in best]
+        found = confirm_plans(
+            results,
+            *self.arguments,
+            seconds=self.clock.confirm_seconds(),
+            measurer=measurer,
+            progress=lambda name: self.tell(f"measuring {name}"),
+        )
+        if found.ranked:
+            learn_from(found.rows, self.clock.left_s, self.tell)
+        rows = found.ranked or found.untimed or [found.best]  # which says why none ran
+        return found, [row.candidate for row in rows]
+
+    def compare(self, loss_fn: Any, clip_grad_norm: float | None, autocast: Any) -> None:
         """Note how fast torch.compile makes the user's own step."""
+        device = self.target.device
         self.tell("compiling the ordinary step")
         try:
             took_ns = compiled_step_ns(
@@ -267,15 +318,18 @@ class _Job:
             self.notes.append(f"the ordinary step under torch.compile takes {took} on one {device}")
         _free()
 
-    def finish(self, choice: Choice, seed: int, verify: bool) -> ParallelStep:
+    def finish(
+        self, found: Confirmation | None, ranked: Sequence[Candidate], seed: int, verify: bool
+    ) -> ParallelStep:
         """The step of the first candidate that runs in this process."""
         failures = []
-        for candidate, graph in choice.ranked:
+        settles = found is None or bool(found.ranked)
+        for candidate in ranked:
+            graph = as_captured(candidate.problem.graph, "To run it")
             if verify:
                 self.tell("comparing with the unplaced step")
                 self._verify(candidate, graph, seed)
             self.tell(f"compiling {candidate.name}")
-            settles = choice.confirmation is None or bool(choice.confirmation.ranked)
             try:
                 step, measured_ns = self._compiled(candidate, graph, seed, settles)
             except (ExecutionError, RuntimeError, MemoryError) as error:
@@ -285,10 +339,10 @@ class _Job:
                 failures.append(f"{candidate.name} did not run in this process: {why}")
                 _free()
                 continue
-            notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
+            notes = (*self.notes, *failures, *few_cores(candidate.plan))
             notes += (*in_eval_mode(graph), *could_stack(graph), *in_chunks(graph))
             told = tuple(dict.fromkeys(notes))
-            return ParallelStep(step, candidate.plan, graph, choice.confirmation, measured_ns, told)
+            return ParallelStep(step, candidate.plan, graph, found, measured_ns, told)
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
 
     def _verify(self, candidate: Candidate, graph: Captured, seed: int) -> None:
@@ -425,13 +479,13 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _counts(wanted: int | str, model: Any, num_devices: int, job: _Job) -> tuple[int, ...]:
+def _counts(wanted: int | str, model: Any, job: _Job) -> tuple[int, ...]:
     """Numbers of micro-batches to try."""
     if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1:
         return (wanted,)
     if wanted != "auto":
         raise InputError(f"micro_batches must be a positive number or 'auto', got {wanted!r}.")
-    if num_devices < 2:
+    if len(job.target.devices) < 2:
         return (1,)
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
     if any(isinstance(part, batch_norm) and part.training for part in model.modules()):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from devplace import placers
-from devplace.cli.imported import refuse_running
 from devplace.cli.plan_files import with_folder
 from devplace.cli.session import (
     PlanRequest,
@@ -284,10 +283,7 @@ def plan(
             "--confirm measures one step at a time and cannot confirm a plan for a full pipeline. "
             "Leave it out, or plan with --objective latency."
         )
-    if confirms:
-        refuse_running(request.model)
-        request = _runnable(request)
-    session = open_session(request, with_values=confirms)
+    session = open_session(request, confirms=confirms)
     remember(request.model)
     bound = lower_bound(session.problem)
     with _progress([placer_name]) as begin:
@@ -296,17 +292,6 @@ def plan(
     if confirms and result.is_feasible and not result.is_interrupted:
         confirmation, result = _confirmed(session, result)
     return PlanOutcome(session, result, outputs.write(result), confirmation)
-
-
-def _runnable(request: PlanRequest) -> PlanRequest:
-    """The request without CPUs beside GPUs; refused if its devices are not of this computer."""
-    from devplace.auto.local_devices import excluded, require_here
-    from devplace.machine import load_machine
-
-    machine = load_machine(request.machine)
-    exclude = excluded(machine, request.exclude, uses_cpu=False)
-    require_here(machine, exclude)
-    return replace(request, exclude=exclude)
 
 
 def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:

@@ -18,7 +18,7 @@ from devplace.cli.imported import fused_import, is_imported, read_graph, refuse_
 from devplace.cli.plan_files import PlanFiles, model_file
 from devplace.cli.terminal import raw
 from devplace.cli.trust import require_trust
-from devplace.errors import InputError, PlanError, PlanMismatchError
+from devplace.errors import InputError, PlanError
 from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
 from devplace.plan import Plan
@@ -27,9 +27,8 @@ from devplace.problem import Problem
 from devplace.workloads.user import as_file
 
 if TYPE_CHECKING:
-    from devplace.cost import CostTable
-    from devplace.graph import OpGraph
-    from devplace.machine import Machine
+    from devplace.auto.planning import Target
+    from devplace.graph import Captured, OpGraph
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 AUTOCAST = ("bfloat16",)
@@ -249,38 +248,56 @@ class Session:
     problem: Problem
 
 
-def open_session(request: PlanRequest, *, with_values: bool = False) -> Session:
+def open_session(
+    request: PlanRequest, *, with_values: bool = False, confirms: bool = False
+) -> Session:
     """Build the model, capture its training step and price it on the machine.
 
     Args:
         request: What is wanted.
         with_values: Give the model real weights, to run it; else it is on the meta device.
+        confirms: Whether plans are to be run here before one is chosen: CPUs beside GPUs are left
+            out then.
     """
-    from devplace.machine import load_machine
+    from devplace.auto.planning import find_target
 
-    machine = load_machine(request.machine)  # cheap, so wrong names are told before a long capture
-    _check_devices(request, machine)
     if is_imported(request.model):
-        return _open_imported(request, machine, with_values)
-    request = _decided(request, machine)
-    workload, optimizer, graph = _capture(request, "cpu" if with_values else "meta")
-    machine, costs = _priced(request, machine, graph)
-    problem = Problem(
-        graph,
-        machine,
-        costs,
-        limits=request.limits,
-        pins=request.pins,
-        exclude=request.exclude,
+        request = _as_inference(request, with_values or confirms)
+    with working("looking at the machine") as note:
+        target = find_target(
+            request.machine,
+            request.limits,
+            request.pins,
+            request.exclude,
+            uses_cpu=not confirms,
+            runs=confirms,
+            device=request.device,
+            fuse=request.fuse,
+            tell=note,
+        )
+    stacks = target.fuse if request.stack_gradients is None else request.stack_gradients
+    request = replace(
+        request,
+        device=target.device,
+        fuse=target.fuse,
+        stack_gradients=stacks,
+        exclude=target.exclude,
     )
+    workload = optimizer = None
+    if is_imported(request.model):
+        with working("reading the graph"):
+            graph = _imported(request)
+    else:
+        lies_on = "cpu" if with_values or confirms else "meta"
+        workload, optimizer, graph = _capture(request, target, lies_on)
+    with working("timing ops" if target.device == "cuda" else "pricing ops") as note:
+        problem = target.problem(graph, tell=note)
     return Session(request, workload, optimizer, problem)
 
 
-def _open_imported(request: PlanRequest, machine: Machine, with_values: bool) -> Session:
-    """A graph from a file, priced without running anything."""
-    from devplace.cost.analytic import Analytic
-
-    if with_values:
+def _as_inference(request: PlanRequest, runs: bool) -> PlanRequest:
+    """The request for a graph from a file, without what only training has."""
+    if runs:
         refuse_running(request.model)
     training = {
         "--stack-gradients": request.stack_gradients,
@@ -290,87 +307,22 @@ def _open_imported(request: PlanRequest, machine: Machine, with_values: bool) ->
     for option, given in training.items():
         if given:
             raise InputError(f"{request.model} is an inference. Leave {option} out.")
-    request = replace(request, device="cpu", fuse=bool(request.fuse), stack_gradients=False)
-    with working("reading the graph"):
-        graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
-        if request.fuse:
-            graph = fused_import(request.model, graph, request.pins)
-    problem = Problem(
-        graph,
-        machine,
-        Analytic()(graph, machine),
-        limits=request.limits,
-        pins=request.pins,
-        exclude=request.exclude,
-    )
-    return Session(request, None, None, problem)
+    return replace(request, device="cpu", fuse=bool(request.fuse), stack_gradients=False)
 
 
-def _priced(request: PlanRequest, machine: Machine, graph: OpGraph) -> tuple[Machine, CostTable]:
-    """Machine and costs: measured if its GPUs are in this computer, else the roofline."""
-    if request.device != "cuda":
-        from devplace.cost.analytic import Analytic
-
-        return machine, Analytic()(graph, machine)
-    from devplace.auto.measured_costs import measured_machine, price
-
-    if request.machine == "detect":
-        with working("probing links"):
-            machine = measured_machine(machine)
-    with working("timing ops") as note:
-        return machine, price(graph, machine, request.exclude, tell=note)
+def _imported(request: PlanRequest) -> OpGraph:
+    graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
+    return fused_import(request.model, graph, request.pins) if request.fuse else graph
 
 
-def _decided(request: PlanRequest, machine: Machine) -> PlanRequest:
-    """The request with what it left open."""
-    from devplace.auto.local_devices import fuses
-
-    device = _device(request, machine)
-    fuse = fuses(device) if request.fuse is None else request.fuse
-    stack = fuse if request.stack_gradients is None else request.stack_gradients
-    return replace(request, device=device, fuse=fuse, stack_gradients=stack)
-
-
-def _device(request: PlanRequest, machine: Any) -> str:
-    """For which torch device type the step is captured."""
-    from devplace.auto.local_devices import capture_device
-
-    if not request.device:
-        return capture_device(machine, request.exclude)
-    if request.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise PlanMismatchError(
-                "The plan is of a step captured for CUDA devices, and this computer has none. "
-                "Use it where it was made, or plan again."
-            )
-    return request.device
-
-
-def _check_devices(request: PlanRequest, machine: Any) -> None:
-    from devplace.problem.device_names import resolve_device
-    from devplace.units import parse_size
-
-    for name, value in request.limits.items():
-        resolve_device(machine, name, "--limit")
-        parse_size(value, f"Limit of {name}")
-    for pattern, name in request.pins.items():
-        resolve_device(machine, name, f"--pin {pattern!r}")
-    for name in request.exclude:
-        resolve_device(machine, name, "--exclude")
-
-
-def _capture(request: PlanRequest, device: str) -> tuple[Any, Any, Any]:
+def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, Any, Captured]:
     from devplace import workloads
 
     with prints_on_stderr(), working("loading torch and the model") as note:
         workload = workloads.resolve(
-            request.model, size=request.size, batch=request.batch, device=device
+            request.model, size=request.size, batch=request.batch, device=lies_on
         )
         import torch
-
-        from devplace.step_capture import capture
 
         optimizers = {
             "sgd": torch.optim.SGD,
@@ -387,7 +339,7 @@ def _capture(request: PlanRequest, device: str) -> tuple[Any, Any, Any]:
         note("capturing the training step")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="micro_batches=")  # told below
-            graph = capture(
+            graph = target.capture(
                 workload.model,
                 workload.inputs,
                 workload.loss_fn,
@@ -398,15 +350,9 @@ def _capture(request: PlanRequest, device: str) -> tuple[Any, Any, Any]:
                 clip_grad_norm=request.clip_grad_norm,
                 autocast=getattr(torch, request.autocast) if request.autocast else None,
                 stack_gradients=request.stack_gradients,
-                fuse=bool(request.fuse),
                 name=request.model,
-                device=request.device,
                 progress=lambda stage, count: note(f"{stage}: {count} nodes"),
             )
-        if request.fuse:
-            from devplace.graph.fusion import fuse_for
-
-            graph = fuse_for(graph, request.pins)
     if graph.meta.get("unchecked"):
         print(
             f"devplace: note: micro-batches were not compared with the whole batch: "
