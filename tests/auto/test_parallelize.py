@@ -292,7 +292,7 @@ def test_where_nothing_is_measured_in_time_the_best_predicted_is_used(
 @pytest.mark.slow
 def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that ran in its own process may not fit beside the model; then the next one does."""
-    real, calls = module.compile_step, []
+    real, calls = module.compile, []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -300,7 +300,7 @@ def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "compile_step", failing)
+    monkeypatch.setattr(module, "compile", failing)
     model, batch, loss = tagger()
     with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
         assert step.confirmation is not None
@@ -354,6 +354,41 @@ def test_models_that_cannot_run_are_refused() -> None:
         model = nn.Linear(4, 3)
     with pytest.raises(InputError, match="'weight' is on the meta device"):
         dp.parallelize(model, torch.randn(2, 4), **QUICK)
+
+
+def test_an_option_that_capture_does_not_take_is_named() -> None:
+    """As Python would, before any work; a slip gets the name that was meant."""
+    with pytest.raises(TypeError, match=r"argument 'autocst'.*autocast"):
+        dp.parallelize(nn.Linear(4, 3), torch.randn(2, 4), autocst=torch.bfloat16, **QUICK)
+
+
+def test_a_captured_step_is_taken_in_place_of_its_model() -> None:
+    """Its own loss, optimizer and options hold: the step is that of the model, and whoever gives
+    them again is told."""
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    options = {**QUICK, "confirm": False}
+    losses = []
+    for way in ("model", "captured"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        own: Any = (model, {"input": x, "target": y}, own_loss, adam(model))
+        if way == "captured":
+            graph = dp.capture(*own, 2, clip_grad_norm=0.1)
+            step = dp.parallelize(graph, own[1], **options)
+            assert step.graph == graph
+        else:
+            step = dp.parallelize(*own, micro_batches=2, clip_grad_norm=0.1, **options)
+        with step:
+            losses.append([float(step(input=x, target=y)) for _ in range(3)])
+            step.sync()
+    assert losses[0] == losses[1]
+    for name, value in (("optimizer", adam(model)), ("micro_batches", 2), ("fuse", True)):
+        with pytest.raises(InputError, match=f"has its own {name}.*dp.capture"):
+            dp.parallelize(graph, own[1], **{**options, name: value})
+
+
+def own_loss(model: Any, input: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(model(input), target)
 
 
 def test_the_budget_covers_everything() -> None:

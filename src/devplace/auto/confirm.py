@@ -179,8 +179,6 @@ class Confirmation:
 
 def confirm(
     result: Result | Sequence[Result],
-    model: Any,
-    optimizer: Any,
     inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -193,9 +191,8 @@ def confirm(
     Args:
         result: Of `place`, for a captured step and devices of this computer; or several, of one
             step captured with different numbers of micro-batches.
-        model: The model; may be on the meta device, because only times are wanted.
-        optimizer: Its optimizer, or None.
-        inputs: A batch, in a form that capture takes.
+        inputs: A batch, in a form that capture takes. The model may be on the meta device, because
+            only times are wanted.
         kwargs: Named part of the batch.
         seconds: Time after which no more plans are tried, s.
         measurer: What runs them; by default in a child process.
@@ -205,11 +202,11 @@ def confirm(
         Every plan with what was measured; `best` is the fastest measured.
 
     Raises:
-        PlanMismatchError, InputError: Model or batch are not those of the captured step.
+        InputError: The batch is not like the captured one, or the graph is not captured.
     """
     results = [result] if isinstance(result, Result) else result
-    own = (model, optimizer, inputs, kwargs)
     graphs = [as_captured(one.timeline.problem.graph, "To measure plans") for one in results]
+    own = (graphs[0].model, graphs[0].optimizer, inputs, kwargs)
     steps = {id(graph): (graph, step_sources(graph, *own)) for graph in graphs}
     found = of_searches(results)
     trials = [Trial(one.name, one.plan, *steps[id(one.problem.graph)]) for one in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,21 +26,20 @@ from devplace.auto.planning import Target, Tell, find_target
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.cost.worker_process import WorkerProcess
-from devplace.errors import CaptureError, ExecutionError, InfeasibleError, InputError
+from devplace.errors import CaptureError, ExecutionError, InfeasibleError, InputError, did_you_mean
 from devplace.graph import Captured, as_captured
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
 from devplace.machine.detect import num_cores
 from devplace.placers import Placer, Result, Search, Single, place
 from devplace.plan import Plan
-from devplace.run.compile import Step, compile_step
+from devplace.run.compile import Step
 from devplace.run.cpu import RETRY
-from devplace.run.planned import check
+from devplace.run.planned import check, compile
 from devplace.run.schedule import is_cpu
+from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
-from devplace.step_capture.micro_batches.cutting import BatchDims
-from devplace.step_capture.optimizers.several import as_one
 from devplace.step_capture.refuse import unwrap
 from devplace.units import format_time
 
@@ -57,7 +57,7 @@ WORTH_STACKING = 20
 
 
 def parallelize(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Captured,
     example_inputs: Any = (),
     loss_fn: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -73,15 +73,9 @@ def parallelize(
     placer: Placer | None = None,
     confirm: bool = True,
     verify: bool = False,
-    example_kwargs: Mapping[str, Any] | None = None,
-    batch_dims: BatchDims | None = None,
-    compare_batches: bool = True,
-    clip_grad_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-    stack_gradients: bool | None = None,
-    fuse: bool | None = None,
     compare_compile: bool = False,
     progress: Callable[[str], None] | None = None,
+    **of_capture: Any,
 ) -> ParallelStep:
     """Plan a step for the devices of this computer, confirm by running, and make it callable.
 
@@ -93,7 +87,8 @@ def parallelize(
     this, and by training only with `sync`.
 
     Args:
-        model: The model, on the CPU or a GPU, in the mode (train or eval) it shall run in.
+        model: The model, on the CPU or a GPU, in the mode (train or eval) it shall run in; or a
+            step of it, of `capture`, which has its own loss, optimizer and options.
         example_inputs: A tensor, a tuple of positional inputs, or a dict of keyword inputs. Shapes
             and dtypes are fixed; integers among them are used to measure.
         loss_fn: As for `capture`; None with an optimizer: the model returns the loss. None without
@@ -115,12 +110,11 @@ def parallelize(
         confirm: Whether plans are measured; if not, the best predicted is taken.
         verify: Whether two steps are first compared with the unplaced ones, and the first of those
             with an eager step; the notes say what was compared.
-        example_kwargs, batch_dims, compare_batches: As for `capture`.
-        clip_grad_norm, autocast, stack_gradients: Likewise.
-        fuse: As for `capture`; by default on GPUs for which a compiler is there.
         compare_compile: Whether the report tells how fast `torch.compile` makes the user's own
             step on one device; that may take minutes, which the budget does not count.
         progress: Called with what is being done.
+        of_capture: All else that `capture` takes, such as `example_kwargs`, `batch_dims`,
+            `clip_grad_norm`, `autocast`. `fuse` is on by default where GPUs have a compiler.
 
     Returns:
         A step: `loss = step(*batch)`; `step.sync()` writes back; `print(step)` says why this plan.
@@ -137,31 +131,23 @@ def parallelize(
     if progress is not None and not callable(progress):
         raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
-    _check_model(model)
-    optimizer = as_one(optimizer)
+    if isinstance(model, Captured):
+        given = {"loss_fn": loss_fn, "optimizer": optimizer, "micro_batches": micro_batches}
+        _refuse_second(given | of_capture)
+        fuse = bool(model.meta["fuse"])
+    else:
+        _check_options(of_capture)
+        fuse = of_capture.pop("fuse", None)
+        of_capture["known"] = Known()
+    _check_model(model.model if isinstance(model, Captured) else model)
     target = find_target(
         machine, limits, pins, exclude, uses_cpu=uses_cpu, runs=True, fuse=fuse, tell=tell
     )
-    known = Known()
+    own = model, example_inputs, loss_fn, optimizer
     job = _Job(
-        model,
-        optimizer,
         example_inputs,
-        example_kwargs,
-        lambda count: target.capture(
-            model,
-            example_inputs,
-            loss_fn,
-            optimizer,
-            count,
-            example_kwargs=example_kwargs,
-            batch_dims=batch_dims,
-            compare_batches=compare_batches,
-            clip_grad_norm=clip_grad_norm,
-            autocast=autocast,
-            stack_gradients=stack_gradients,
-            known=known,
-        ),
+        of_capture.get("example_kwargs"),
+        lambda count: target.capture(*own, count, **of_capture),
         target,
         clock,
         tell,
@@ -178,7 +164,7 @@ def parallelize(
     if found is not None and not found.ranked:
         warnings.warn(_TOO_SLOW.format(found.seconds), stacklevel=2)
     if compare_compile:
-        job.compare(loss_fn, clip_grad_norm, autocast)
+        job.compare(graphs[0])
     return job.finish(found, ranked, seed, verify)
 
 
@@ -187,6 +173,7 @@ class _Job:
     """A model on its way to a step.
 
     Attributes:
+        inputs, kwargs: The example batch.
         capture: Number of micro-batches -> captured step.
         target: Its devices.
         clock: What time is left.
@@ -194,8 +181,6 @@ class _Job:
         notes: For the report.
     """
 
-    model: Any
-    optimizer: Any
     inputs: Any
     kwargs: Mapping[str, Any] | None
     capture: Callable[[int], Captured]
@@ -203,11 +188,6 @@ class _Job:
     clock: BudgetClock
     tell: Tell
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def arguments(self) -> tuple[Any, Any, Any, Any]:
-        """What `confirm` needs beside results."""
-        return self.model, self.optimizer, self.inputs, self.kwargs
 
     def capture_all(self, counts: Sequence[int]) -> list[Captured]:
         """The step with each number of micro-batches, as long as there is time."""
@@ -285,7 +265,8 @@ class _Job:
             return None, [Candidate(r.placer, r.plan, r.step_ns) for r in best]
         found = confirm_plans(
             results,
-            *self.arguments,
+            self.inputs,
+            self.kwargs,
             seconds=self.clock.confirm_seconds(),
             measurer=measurer,
             progress=lambda name: self.tell(f"measuring {name}"),
@@ -295,21 +276,12 @@ class _Job:
         rows = found.ranked or found.untimed or [found.best]  # which says why none ran
         return found, [row.candidate for row in rows]
 
-    def compare(self, loss_fn: Any, clip_grad_norm: float | None, autocast: Any) -> None:
+    def compare(self, graph: Captured) -> None:
         """Note how fast torch.compile makes the user's own step."""
         device = self.target.device
         self.tell("compiling the ordinary step")
         try:
-            took_ns = compiled_step_ns(
-                self.model,
-                self.inputs,
-                loss_fn,
-                self.optimizer,
-                device,
-                kwargs=self.kwargs,
-                clip_grad_norm=clip_grad_norm,
-                autocast=autocast,
-            )
+            took_ns = compiled_step_ns(graph, self.inputs, self.kwargs)
         except Exception as error:  # whatever a compiler raises
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self.notes.append(f"torch.compile did not compile the ordinary step: {reason}")
@@ -346,32 +318,14 @@ class _Job:
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
 
     def _verify(self, candidate: Candidate, graph: Captured, seed: int) -> None:
-        report = check(
-            graph,
-            candidate.plan,
-            self.inputs,
-            model=self.model,
-            optimizer=self.optimizer,
-            kwargs=self.kwargs,
-            steps=2,
-            seed=seed,
-        )
+        plan = candidate.plan
+        report = check(graph, plan, self.inputs, kwargs=self.kwargs, steps=2, seed=seed)
         self.notes.append(report.beside_own)
 
     def _compiled(
         self, candidate: Candidate, graph: Captured, seed: int, settles: bool
     ) -> tuple[Step, int | None]:
-        plan = candidate.plan
-        step = compile_step(
-            self.model,
-            self.optimizer,
-            graph,
-            plan.placement,
-            plan.order,
-            plan.device_names,
-            seed,
-            waits=False,
-        )
+        step = compile(graph, candidate.plan, seed=seed, waits=False)
         try:
             return step, self._settle(step) if settles else None
         except BaseException:
@@ -460,6 +414,26 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _check_options(of_capture: Mapping[str, Any]) -> None:
+    """Refuse what `capture` does not take, before any work, as Python would."""
+    known = inspect.signature(capture).parameters
+    for name in of_capture:
+        if name not in known:
+            hint = did_you_mean(name, [*known, *inspect.signature(parallelize).parameters])
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}.{hint}")
+
+
+def _refuse_second(given: Mapping[str, Any]) -> None:
+    """Refuse what a captured step has already; only the batch is given beside it."""
+    nothing = {"micro_batches": 1, "example_kwargs": given.get("example_kwargs")}
+    second = [name for name, value in given.items() if value != nothing.get(name)]
+    if second:
+        raise InputError(
+            f"A captured step has its own {', '.join(second)}. Give them to dp.capture, or give "
+            f"parallelize the model in its place."
+        )
 
 
 def _check_model(model: Any) -> None:

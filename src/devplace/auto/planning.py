@@ -5,7 +5,7 @@ Example:
     graph = target.capture(model, batch, loss_fn, optimizer)  # capture
     problem = target.problem(graph)  # price, problem
     result = place(problem, placer, budget, seed)  # place
-    found = confirm(result, model, optimizer, batch)  # confirm
+    found = confirm(result, batch)  # confirm
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from devplace.auto.local_devices import (
     require_here,
 )
 from devplace.cost.analytic import Analytic
-from devplace.errors import PlanMismatchError
+from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import Captured, OpGraph
 from devplace.graph.fusion import fuse_for
 from devplace.machine import Machine
@@ -73,12 +73,25 @@ class Target:
         """Capture a step for these devices; fused groups are parted around the pins.
 
         Args:
-            model, inputs, loss_fn, optimizer, micro_batches, options: As for `capture`.
+            model: The model, or a step that is captured already.
+            inputs, loss_fn, optimizer, micro_batches, options: As for `capture`.
+
+        Raises:
+            CaptureError: The step cannot be one graph.
+            InputError: The captured step is for other devices.
         """
+        if isinstance(model, Captured):
+            if model.meta["device"] != self.device:
+                raise InputError(
+                    f"The step is captured for {model.meta['device']!r}, and what may be used of "
+                    f"machine {self.machine.name!r} runs steps captured for {self.device!r}: give "
+                    f"capture device={self.device!r}."
+                )
+            return fuse_for(model, self.pins)
         from devplace.step_capture import capture
 
-        options |= {"fuse": self.fuse, "device": self.device}
-        graph = capture(model, inputs, loss_fn, optimizer, micro_batches, **options)
+        given = (model, inputs, loss_fn, optimizer, micro_batches)
+        graph = capture(*given, fuse=self.fuse, device=self.device, **options)
         return fuse_for(graph, self.pins)
 
     def problem(

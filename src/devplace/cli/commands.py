@@ -161,10 +161,9 @@ def _outputs(values: dict[str, Any]) -> Outputs:
 
 
 def _request(values: dict[str, Any]) -> PlanRequest:
-    from devplace.cli.session import OPTIONS, PlanRequest
+    from devplace.cli.session import PlanRequest
 
-    demands = {name: values[name] for name in ("limit", "pin", "exclude", "batch_dim")}
-    return PlanRequest.from_options({name: values[name] for name in OPTIONS}, demands)
+    return PlanRequest.from_options(values)
 
 
 @devplace.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -298,10 +298,12 @@ def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
     """What was measured, and the result whose plan is the fastest measured."""
     from devplace.auto.confirm import confirm
 
-    workload = session.workload
-    with working("running the best plans"):
+    with working("running the best plans") as note:
         found = confirm(
-            result, workload.model, session.optimizer, workload.inputs, seconds=CONFIRM_SECONDS
+            result,
+            session.workload.inputs,
+            seconds=CONFIRM_SECONDS,
+            progress=lambda name: note(f"measuring {name}"),
         )
     if not found.ranked and found.untimed:
         return found, result
@@ -357,7 +359,7 @@ def _place(
         budget,
         seed,
         objective=session.request.objective,
-        request=session.request.as_json(),
+        request=asdict(session.request),
         allow_infeasible=True,
         bound=bound,
         progress=spent,

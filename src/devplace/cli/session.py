@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +33,8 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("sgd", "adam", "adamw")
 AUTOCAST = ("bfloat16",)
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
-OPTIONS = (
-    "model",
-    "machine",
-    "size",
-    "batch",
-    "micro_batches",
-    "compare_batches",
-    "clip_grad_norm",
-    "autocast",
-    "stack_gradients",
-    "fuse",
-    "optimizer",
-    "objective",
-)
-"""Fields of a request that are options of the command line."""
+_NOT_SAID = {"device": "cpu", "fuse": False, "stack_gradients": False}
+"""What plans of before there was a choice were made with."""
 
 
 @dataclass(frozen=True)
@@ -124,24 +111,18 @@ class PlanRequest:
             )
 
     @classmethod
-    def from_options(
-        cls, options: dict[str, Any], demands: dict[str, Sequence[str]]
-    ) -> PlanRequest:
-        """From command-line options.
-
-        Args:
-            options: Those of `OPTIONS`.
-            demands: Texts of --limit, --pin, --exclude and --batch-dim.
-        """
-        options = {**options, "model": as_file(options["model"])}
-        dims = _pairs(demands["batch_dim"], "--batch-dim", "mask=1 or mask=whole")
-        return cls(
-            **options,
-            batch_dims={name: _dim(name, text) for name, text in dims.items()},
-            limits={**_pairs(demands["limit"], "--limit", "cuda:0=20GiB")},
-            pins=_pairs(demands["pin"], "--pin", "encoder.*=cuda:1"),
-            exclude=tuple(demands["exclude"]),
-        )
+    def from_options(cls, values: dict[str, Any]) -> PlanRequest:
+        """From the values of command-line options."""
+        given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        dims = _pairs(values["batch_dim"], "--batch-dim", "mask=1 or mask=whole")
+        given |= {
+            "model": as_file(values["model"]),
+            "batch_dims": {name: _dim(name, text) for name, text in dims.items()},
+            "limits": _pairs(values["limit"], "--limit", "cuda:0=20GiB"),
+            "pins": _pairs(values["pin"], "--pin", "encoder.*=cuda:1"),
+            "exclude": tuple(values["exclude"]),
+        }
+        return cls(**given)
 
     @classmethod
     def from_plan(cls, plan: Plan, path: Path, given: Given) -> PlanRequest:
@@ -152,52 +133,25 @@ class PlanRequest:
             PlanError: The plan was not made by the command line, or a file it names is gone.
         """
         try:
-            made = msgspec.structs.asdict(msgspec.convert(plan.request, _Made))
+            made = msgspec.convert({**_NOT_SAID, **plan.request}, cls)
+            folder = msgspec.convert(plan.request.get("folder"), str | None)
         except msgspec.ValidationError as error:
             raise PlanError(
                 f"The plan does not say how it was made ({error}). Only plans written by "
                 f"`devplace plan` or `devplace compare` can be used here; make it again."
             ) from error
-        files = PlanFiles(path, made.pop("folder"))
-        made["machine"] = given.machine or files.machine(made["machine"])
+        found = PlanFiles(path, folder)
+        machine = given.machine or found.machine(made.machine)
         if given.model is not None:
-            made["model"] = as_file(given.model)
-        else:
-            made["model"] = files.model(made["model"])
-            require_trust(made["model"], path, given.is_trusted)
-        return cls(**made)
+            return replace(made, machine=machine, model=as_file(given.model))
+        model = found.model(made.model)
+        require_trust(model, path, given.is_trusted)
+        return replace(made, machine=machine, model=model)
 
     def files(self) -> tuple[Path, ...]:
         """The user's files it names: the model's and the machine's."""
         names = (model_file(self.model), self.machine)
         return tuple(Path(name) for name in names if os.path.isfile(name))
-
-    def as_json(self) -> dict[str, Any]:
-        """The part of a plan's request that this record holds."""
-        return {key: getattr(self, key) for key in (*OPTIONS, "batch_dims", "device")}
-
-
-class _Made(msgspec.Struct):
-    """What the command line writes into a plan's request."""
-
-    model: str
-    machine: str
-    size: str
-    batch: int | None
-    micro_batches: int
-    optimizer: str
-    limits: dict[str, int | str]
-    pins: dict[str, str]
-    exclude: tuple[str, ...]
-    device: str = "cpu"
-    objective: str = "latency"
-    stack_gradients: bool = False
-    fuse: bool = False
-    batch_dims: dict[str, int | None] = {}
-    compare_batches: bool = True
-    clip_grad_norm: float | None = None
-    autocast: str | None = None
-    folder: str | None = None
 
 
 def check_output(what: str, output: Path, inputs: Iterable[Path] = ()) -> None:
