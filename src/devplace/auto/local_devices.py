@@ -32,23 +32,21 @@ def find_machine(machine: MachineLike) -> Machine:
     return detect(machine) if isinstance(machine, int) else load_machine(machine)
 
 
-def excluded(
-    machine: Machine, exclude: Sequence[str], uses_cpu: bool, unused: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """Devices not to be used: those excluded, and CPUs beside GPUs unless wanted.
+def excluded(machine: Machine, exclude: Sequence[str]) -> tuple[str, ...]:
+    """Names of devices not to be used, from what users write.
 
-    Args:
-        machine: Where they are.
-        exclude: Their names, as users write them.
-        uses_cpu: Whether CPUs beside GPUs are wanted.
-        unused: Devices that are not used for another reason.
+    Raises:
+        InputError: No list of names.
+        ProblemError: No such device.
     """
     if isinstance(exclude, str):
         raise InputError(f"exclude must be a list of device names, got {exclude!r}.")
-    names = [resolve_device(machine, name, "exclude") for name in exclude]
-    if not uses_cpu and has_gpus(machine, (*names, *unused)):
-        names += [d.name for d in machine.devices if d.kind == "cpu" and d.name not in names]
-    return tuple(names)
+    return tuple(resolve_device(machine, name, "exclude") for name in exclude)
+
+
+def cpus(machine: Machine, but: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of a machine's CPUs, but for some."""
+    return tuple(d.name for d in machine.devices if d.kind == "cpu" and d.name not in but)
 
 
 def has_gpus(machine: Machine, exclude: Sequence[str] = ()) -> bool:

@@ -103,7 +103,8 @@ def parallelize(
             0: it is not used.
         pins: Pattern -> device name, see `Problem`.
         exclude: Names of devices that must not be used.
-        uses_cpu: Whether ops may go to CPUs beside GPUs. Without GPUs CPUs are used anyway.
+        uses_cpu: Whether ops may go to CPUs beside GPUs. Without GPUs, and where pins name them,
+            CPUs are used anyway.
         micro_batches: Chunks of the batch; `auto` tries 1, 2, 4 and 8 on two or more devices.
         seed: Of the search and of all random ops.
         placer: Who searches; `placers.Search()` by default.

@@ -11,12 +11,13 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from devplace.auto.local_devices import (
     MachineLike,
     capture_device,
+    cpus,
     excluded,
     find_machine,
     fuses,
@@ -44,8 +45,9 @@ class Target:
         machine: If it was detected and the step is captured for CUDA, its links are as measured.
         device: torch device type the step is captured for.
         fuse: Whether ops that one compiled kernel can compute become one op.
-        limits, pins, exclude: See `Problem`; CPUs that are left out beside GPUs are in `exclude`.
+        limits, pins, exclude: See `Problem`; `left_out` are in `exclude`.
         unused: Devices that are excluded or have a limit of 0: they need no pricing.
+        left_out: CPUs beside GPUs that nobody asked for.
     """
 
     machine: Machine
@@ -55,6 +57,7 @@ class Target:
     pins: Mapping[str, str]
     exclude: tuple[str, ...]
     unused: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -117,6 +120,9 @@ class Target:
             costs = price(graph, self.machine, self.unused, tell=tell, child=child)
         else:
             costs = Analytic()(graph, self.machine)
+        if self.left_out:
+            note = f"not used beside GPUs: {', '.join(self.left_out)} (uses_cpu=True, --cpu)"
+            costs = replace(costs, notes=(*costs.notes, note))
         return Problem(
             graph, self.machine, costs, limits=self.limits, pins=self.pins, exclude=self.exclude
         )
@@ -128,7 +134,7 @@ def find_target(
     pins: Mapping[str, str] | None = None,
     exclude: Sequence[str] = (),
     *,
-    uses_cpu: bool = True,
+    uses_cpu: bool = False,
     runs: bool = False,
     device: str = "",
     fuse: bool | None = None,
@@ -139,7 +145,8 @@ def find_target(
     Args:
         machine: See `find_machine`.
         limits, pins, exclude: See `Problem`.
-        uses_cpu: Whether ops may go to CPUs beside GPUs.
+        uses_cpu: Whether ops may go to CPUs beside GPUs of this computer that no pin names. On
+            other machines, and where there is no GPU, CPUs are used in any case.
         runs: Whether the devices must be those of this computer.
         device: torch device type that the step of a plan was captured for; by default `cuda` if the
             machine's GPUs are here.
@@ -154,15 +161,16 @@ def find_target(
     found, limits, pins = find_machine(machine), limits or {}, pins or {}
     empty = without_memory(found, limits)
     require_mapping("pins", pins)
-    for pattern, name in pins.items():
-        resolve_device(found, name, f"pin {pattern!r}")
-    exclude = excluded(found, exclude, uses_cpu, empty)
-    unused = tuple(dict.fromkeys((*exclude, *empty)))
+    pinned = [resolve_device(found, name, f"pin {pattern!r}") for pattern, name in pins.items()]
+    named = excluded(found, exclude)
     if runs:
-        require_here(found, unused)
+        require_here(found, (*named, *empty))
     if device == "cuda":
         _require_cuda()
-    device = device or capture_device(found, unused)
+    device = device or capture_device(found, (*named, *empty))
+    idle = device == "cuda" and not uses_cpu
+    left_out = cpus(found, (*named, *empty, *pinned)) if idle else ()
+    unused = tuple(dict.fromkeys((*named, *left_out, *empty)))
     if machine == "detect" and device == "cuda":
         from devplace.auto.measured_costs import measured_machine
 
@@ -170,7 +178,7 @@ def find_target(
             tell("probing links")
         found = measured_machine(found)
     fuse = fuses(device) if fuse is None else fuse
-    return Target(found, device, fuse, limits, pins, exclude, unused)
+    return Target(found, device, fuse, limits, pins, (*named, *left_out), unused, left_out)
 
 
 def _require_cuda() -> None:

@@ -18,6 +18,7 @@ from devplace.cli.session import (
     Session,
     check_output,
     open_session,
+    prints_on_stderr,
     refuse_overwriting,
     working,
 )
@@ -275,8 +276,8 @@ def plan(
     confirms: bool = False,
 ) -> PlanOutcome:
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
-    placer, limits = outputs.logged(placers.by_name(placer_name)), Budget.parse(budget)
-    outputs.require_learning([placer_name])
+    placer, limits = outputs.logged(_placer(placer_name)), Budget.parse(budget)
+    outputs.require_learning([placer.name])
     outputs.check(request)
     if confirms and request.objective != "latency":
         raise InputError(
@@ -286,8 +287,8 @@ def plan(
     session = open_session(request, confirms=confirms)
     remember(request.model)
     bound = lower_bound(session.problem)
-    with _progress([placer_name]) as begin:
-        result = _place(session, placer, limits, seed, bound, begin(placer_name))
+    with _progress([placer.name]) as begin:
+        result = _place(session, placer, limits, seed, bound, begin(placer.name))
     confirmation = None
     if confirms and result.is_feasible and not result.is_interrupted:
         confirmation, result = _confirmed(session, result)
@@ -375,7 +376,25 @@ def _choose(names: str, objective: str) -> list[Placer]:
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not wanted:
         raise InputError("--placers must name at least one placer, or be 'plain' or 'all'.")
-    return [placers.by_name(name) for name in wanted]
+    return [_placer(name) for name in wanted]
+
+
+def _placer(name: str) -> Placer:
+    """A placer by its name, or what `file.py:function` (or class) gives."""
+    if ":" not in name and not name.endswith(".py"):
+        return placers.by_name(name)
+    from devplace.workloads.user import made_by
+
+    with prints_on_stderr():
+        made = made_by(name)
+    has_name = isinstance(getattr(made, "name", None), str) and not isinstance(made, type)
+    if not (has_name and callable(made) and callable(getattr(made, "supports", None))):
+        raise InputError(
+            f"{name} gave {made!r}, which is no placer: one has a text `name`, `supports(problem)` "
+            f"and `__call__(problem, evaluate, rng)`. docs/guides/add-a-placer.md shows one."
+        )
+    placer: Placer = made
+    return placer
 
 
 @contextmanager

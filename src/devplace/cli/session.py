@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from devplace.cli.imported import fused_import, is_imported, read_graph, refuse_running
+from devplace.cli.optimizers import make_optimizer, parse_optimizer
 from devplace.cli.plan_files import PlanFiles, model_file
 from devplace.cli.terminal import raw
 from devplace.cli.trust import require_trust
@@ -30,10 +31,8 @@ if TYPE_CHECKING:
     from devplace.auto.planning import Target
     from devplace.graph import Captured, OpGraph
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
 AUTOCAST = ("bfloat16",)
-LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
-_NOT_SAID = {"device": "cpu", "fuse": False, "stack_gradients": False}
+_NOT_SAID = {"device": "cpu", "fuse": False, "stack_gradients": False, "uses_cpu": True}
 """What plans of before there was a choice were made with."""
 
 
@@ -67,8 +66,9 @@ class PlanRequest:
         stack_gradients: Of `capture`; None: as `fuse`.
         fuse: Of `capture`; None: where the step is captured for GPUs of this computer and a
             compiler for them is there.
-        optimizer: One of `OPTIMIZERS`.
+        optimizer: As `parse_optimizer` takes it; means nothing for an inference.
         limits, pins, exclude: See `Problem`.
+        uses_cpu: Of `parallelize`.
         device: torch device type to capture for; empty: `cuda` if the machine's GPUs are here.
         objective: One of `placers.OBJECTIVES`.
     """
@@ -88,6 +88,7 @@ class PlanRequest:
     limits: dict[str, int | str] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
+    uses_cpu: bool = False
     device: str = ""
     objective: str = "latency"
 
@@ -96,10 +97,7 @@ class PlanRequest:
             raise InputError(
                 f"Unknown objective {self.objective!r}. Known: {', '.join(OBJECTIVES)}."
             )
-        if self.optimizer not in OPTIMIZERS:
-            raise InputError(
-                f"Unknown optimizer {self.optimizer!r}. Known: {', '.join(OPTIMIZERS)}."
-            )
+        parse_optimizer(self.optimizer)
         if self.micro_batches < 1:
             raise InputError(f"--micro-batches must be at least 1, got {self.micro_batches}.")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -210,8 +208,7 @@ def open_session(
     Args:
         request: What is wanted.
         with_values: Give the model real weights, to run it; else it is on the meta device.
-        confirms: Whether plans are to be run here before one is chosen: CPUs beside GPUs are left
-            out then.
+        confirms: Whether plans are to be run here before one is chosen.
     """
     from devplace.auto.planning import find_target
 
@@ -223,7 +220,7 @@ def open_session(
             request.limits,
             request.pins,
             request.exclude,
-            uses_cpu=not confirms,
+            uses_cpu=request.uses_cpu,
             runs=confirms,
             device=request.device,
             fuse=request.fuse,
@@ -278,19 +275,8 @@ def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, A
         )
         import torch
 
-        optimizers = {
-            "sgd": torch.optim.SGD,
-            "adam": torch.optim.Adam,
-            "adamw": torch.optim.AdamW,
-        }
-        parameters = [p for p in workload.model.parameters() if p.requires_grad]
-        if not parameters:
-            raise InputError(
-                f"Model {request.model!r} has no trainable parameters, so there is no training "
-                f"step to plan. Give a model with parameters that require gradients."
-            )
-        optimizer = optimizers[request.optimizer](parameters, lr=LEARNING_RATE[request.optimizer])
-        note("capturing the training step")
+        optimizer = None if workload.loss_fn is None else _optimizer(request, workload.model)
+        note("capturing the step")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="micro_batches=")  # told below
             graph = target.capture(
@@ -314,6 +300,17 @@ def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, A
             file=sys.stderr,
         )
     return workload, optimizer, graph
+
+
+def _optimizer(request: PlanRequest, model: Any) -> Any:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError(
+            f"Model {request.model!r} has no trainable parameters, so there is no training "
+            f"step to plan. Give a model with parameters that require gradients, or return "
+            f"(model, inputs) without a loss function to plan an inference."
+        )
+    return make_optimizer(request.optimizer, parameters)
 
 
 @contextmanager
