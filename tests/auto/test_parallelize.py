@@ -13,6 +13,7 @@ from torch import nn
 
 import devplace as dp
 from devplace.auto import parallelize as module
+from devplace.auto import step_notes
 from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.confirm import TIE
 from devplace.auto.measure import Measurer
@@ -24,7 +25,7 @@ from devplace.errors import (
     MachineError,
     ProblemError,
 )
-from tests.auto.steps import captured, hostile, placed, tagger
+from tests.auto.steps import hostile, tagger
 from tests.run.models import Unrolled, mean_square
 
 QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}
@@ -188,7 +189,7 @@ def test_what_micro_batches_may_change_is_noted() -> None:
     with dp.parallelize(model, batch, loss, adam(model), **options) as step:
         assert "batch norm takes its statistics over each micro-batch" in str(step)
     graph = dataclasses.replace(step.graph, meta={**step.graph.meta, "unchecked": "too large"})
-    assert "not compared with the whole batch: too large" in module.in_chunks(graph)[0]
+    assert "not compared with the whole batch: too large" in step_notes.in_chunks(graph)[0]
 
 
 @pytest.mark.slow
@@ -398,22 +399,6 @@ def test_the_budget_covers_everything() -> None:
     assert clock.confirm_seconds() == 15.0
     assert clock.search_budget(2, True).seconds == 0.5
     assert BudgetClock.parse("500ev").search_budget(3, True).evaluations == 500
-
-
-@pytest.mark.parametrize(("cores", "is_noted"), [(1, True), (2, False), (8, False)])
-def test_fewer_cores_than_gpus_are_noted(
-    cores: int, is_noted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each GPU is fed by a thread; CPU devices, and GPUs that run nothing, need none of them."""
-    monkeypatch.setattr(module, "num_cores", lambda: cores)
-    graph, *_ = captured()
-    plan = placed(graph).plan
-    names = ("cpu:0", "cuda:0", "cuda:1", "cuda:2")
-    on_two = tuple(k % 3 for k in range(len(plan.placement)))
-    notes = module.few_cores(dataclasses.replace(plan, placement=on_two, device_names=names))
-    assert bool(notes) == is_noted
-    assert all("each of 2 GPUs" in note and "1 core:" in note for note in notes)
-    assert module.few_cores(plan) == ()
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from devplace.auto.local_devices import MachineLike
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.planning import Target, Tell, find_target
+from devplace.auto.step_notes import step_notes
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.cost.worker_process import WorkerProcess
@@ -30,13 +31,10 @@ from devplace.errors import CaptureError, ExecutionError, InfeasibleError, Input
 from devplace.graph import Captured, as_captured
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
-from devplace.machine.detect import num_cores
 from devplace.placers import Placer, Result, Search, Single, place
-from devplace.plan import Plan
 from devplace.run.compile import Step
 from devplace.run.cpu import RETRY
 from devplace.run.planned import check, compile
-from devplace.run.schedule import is_cpu
 from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
@@ -51,9 +49,6 @@ MICRO_BATCHES = (1, 2, 4, 8)
 CAPTURE_SHARE = 0.35
 """Part of the budget after which no further number of micro-batches is captured."""
 SETTLE_SECONDS = 0.5
-_BATCH_NORM = "aten._native_batch_norm_legit_functional"  # of training
-WORTH_STACKING = 20
-"""Products spared from which on the report speaks of it."""
 
 
 def parallelize(
@@ -312,8 +307,7 @@ class _Job:
                 failures.append(f"{candidate.name} did not run in this process: {why}")
                 _free()
                 continue
-            notes = (*self.notes, *failures, *few_cores(candidate.plan))
-            notes += (*in_eval_mode(graph), *could_stack(graph), *in_chunks(graph))
+            notes = (*self.notes, *failures, *step_notes(graph, candidate.plan))
             told = tuple(dict.fromkeys(notes))
             return ParallelStep(step, candidate.plan, graph, found, measured_ns, told)
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
@@ -357,53 +351,6 @@ class _Job:
             return None
         step.restart()
         return median_ns(rounds)
-
-
-def few_cores(plan: Plan) -> tuple[str, ...]:
-    """A note where a plan has more GPUs than this process has cores to feed them; else nothing."""
-    used = {plan.device_names[device] for device in plan.placement}
-    gpus, cores = sum(not is_cpu(name) for name in used), num_cores()
-    if gpus <= cores:
-        return ()
-    return (
-        f"each of {gpus} GPUs is fed by a thread of its own, but this process may use {cores} "
-        f"core{'s' if cores > 1 else ''}: GPUs may run dry. Give it a core for each GPU",
-    )
-
-
-def in_eval_mode(graph: Captured) -> tuple[str, ...]:
-    """A note where a model in eval mode is trained, as it is asked; else nothing."""
-    if graph.meta["mode"] != "train" or graph.meta["training"]:
-        return ()
-    return (
-        "the model is trained in eval mode, as it was given: no dropout, and batch norm uses its "
-        "running statistics. If that is not meant, call model.train() first",
-    )
-
-
-def could_stack(graph: Captured) -> tuple[str, ...]:
-    """A note where many products of weights' gradients could be made at once; else nothing."""
-    spared = int(graph.meta.get("spared_by_stacking", 0))
-    if spared < WORTH_STACKING:
-        return ()
-    return (
-        f"weights are used many times in a step: stack_gradients=True computes their gradients by "
-        f"{spared} products of matrices fewer, rounded in another order than torch's. On one H200 "
-        f"that made steps of unrolled LSTM models 1.6 to 1.9 times as fast",
-    )
-
-
-def in_chunks(graph: Captured) -> tuple[str, ...]:
-    """Notes on what micro-batches may have other than the whole batch."""
-    notes = []
-    if graph.meta.get("unchecked"):
-        notes.append(
-            f"micro-batches were not compared with the whole batch: {graph.meta['unchecked']}"
-        )
-    has_statistics = any(op.target.startswith(_BATCH_NORM) for op in graph.ops)
-    if int(graph.meta.get("micro_batches", 1)) > 1 and has_statistics:
-        notes.append("batch norm takes its statistics over each micro-batch, not the whole batch")
-    return tuple(notes)
 
 
 def _is_meta(value: Any) -> bool:

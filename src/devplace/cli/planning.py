@@ -286,7 +286,8 @@ def plan(
         )
     session = open_session(request, confirms=confirms)
     remember(request.model)
-    bound = lower_bound(session.problem)
+    with working("computing the lower bound"):
+        bound = lower_bound(session.problem)
     with _progress([placer.name]) as begin:
         result = _place(session, placer, limits, seed, bound, begin(placer.name))
     confirmation = None
@@ -327,7 +328,8 @@ def compare(
     outputs.check(request)
     session = open_session(request)
     remember(request.model)
-    bound = lower_bound(session.problem)
+    with working("computing the lower bound"):
+        bound = lower_bound(session.problem)
     rows: list[Result | Skipped] = []
     with _progress([placer.name for placer in chosen]) as begin:
         for placer in chosen:

@@ -237,6 +237,8 @@ def explain(path: Path, given: Given) -> ExplainOutcome:
     from devplace import report
 
     plan = load_plan(path)
-    timeline = plan.timeline(reopen(plan, path, given).problem)
-    loads = report.plan_load_lines(plan, timeline.problem)
-    return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))
+    session = reopen(plan, path, given)
+    with working("explaining"):
+        timeline = plan.timeline(session.problem)
+        loads = report.plan_load_lines(plan, timeline.problem)
+        return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))
