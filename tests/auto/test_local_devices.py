@@ -40,8 +40,8 @@ def test_a_number_means_logical_cpu_devices() -> None:
 
 
 def test_cpus_beside_gpus_are_left_out_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With GPUs of this computer the CPU is used only if asked for, by a pin or a limit above 0 of
-    the GPUs; on CPUs alone, and where the GPUs are elsewhere, it always is. A note says so."""
+    """With GPUs of this computer the CPU is used only if asked for, or where a pin names it; on
+    CPUs alone, and where the GPUs are elsewhere, it always is."""
     with_gpus(monkeypatch, 2, "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("devplace.kernels.fused.why_not_compiled", lambda name: "none here")
 
@@ -68,7 +68,8 @@ def test_a_problem_says_which_cpus_are_left_out() -> None:
     """By a note, with both ways to have them."""
     target = dataclasses.replace(find_target("h100x2", device="cpu"), left_out=("cpu:0",))
     problem = target.problem(captured()[0])
-    assert "not used beside GPUs: cpu:0 (uses_cpu=True, --cpu)" in problem.notes
+    note = "left out beside GPUs: cpu:0; uses_cpu=True (--cpu) lets ops go there"
+    assert note in problem.notes
     assert not find_target("cpux2").problem(captured()[0]).notes
 
 

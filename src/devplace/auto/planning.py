@@ -121,7 +121,8 @@ class Target:
         else:
             costs = Analytic()(graph, self.machine)
         if self.left_out:
-            note = f"not used beside GPUs: {', '.join(self.left_out)} (uses_cpu=True, --cpu)"
+            names = ", ".join(self.left_out)
+            note = f"left out beside GPUs: {names}; uses_cpu=True (--cpu) lets ops go there"
             costs = replace(costs, notes=(*costs.notes, note))
         return Problem(
             graph, self.machine, costs, limits=self.limits, pins=self.pins, exclude=self.exclude
