@@ -37,7 +37,10 @@ help:
 demo: $(DONE)/package $(DONE)/extras
 	@mkdir -p demo
 	$(BIN)/devplace compare nmt-4 --machine k40x4 --budget 30s -o demo/plan.json
-	@echo "The best plan is in demo/plan.json. Next: $(BIN)/devplace trace demo/plan.json -o demo/trace.json"
+	@echo "The best plan is in demo/plan.json. Next:"
+	@echo "  $(BIN)/devplace explain demo/plan.json                      what is where, and why"
+	@echo "  $(BIN)/devplace trace demo/plan.json -o demo/trace.json     the timeline, for ui.perfetto.dev"
+	@echo "  $(BIN)/devplace plan FILE.py:FUNCTION --machine k40x4       a model of yours"
 
 test: $(DONE)/package $(DONE)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not slow"

@@ -10,15 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from devplace.auto import plan_choice
-from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.calibration import (
     LINK_CONSTANTS,
     Calibration,
     Observation,
     calibrated,
 )
-from devplace.auto.calibration_store import KIND, kept_calibration, learn
+from devplace.auto.calibration_store import KIND, kept_calibration, learn, learn_from
 from devplace.auto.single_steps import MAX_KEPT, SingleStep, kept_steps, remembered
 from devplace.cost import CostTable
 from devplace.machine import Machine
@@ -191,7 +189,6 @@ def test_a_machine_with_one_gpu_keeps_its_gap(folder: Path) -> None:
 def test_a_call_on_one_gpu_teaches_the_gap(folder: Path) -> None:
     """Choosing between plans hands on what ran on a machine with one GPU, which is not probed."""
     alone = Machine("alone", machine().devices[:1], ())
-    clock = BudgetClock(seconds=60.0)
     for number, one in enumerate(singles(4, with_gap(START, 1_500))):
         costs = replace(
             one.costs,
@@ -201,14 +198,8 @@ def test_a_call_on_one_gpu_teaches_the_gap(folder: Path) -> None:
         )
         one = replace(one, machine=alone, costs=costs, order=one.order[:1])
         ((row, problem),) = rows([one], prefix=f"call {number}")
-        row.candidate = SimpleNamespace()
-        searched = SimpleNamespace(
-            graph=one.graph,
-            result=SimpleNamespace(timeline=SimpleNamespace(problem=problem)),
-        )
-        confirmation = SimpleNamespace(rows=(row,))
-        graphs = {id(row.candidate): one.graph}
-        plan_choice._learn(confirmation, [searched], graphs, clock, lambda text: None)  # type: ignore
+        row.candidate = SimpleNamespace(problem=problem)
+        learn_from([row], 60.0, lambda text: None)
     found = kept_calibration(alone)
     assert found is not None
     assert (found.kernel_gap_ns, found.num_gap_steps) == (1_500, 4)

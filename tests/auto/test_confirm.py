@@ -64,9 +64,9 @@ def test_runners_up_differ_from_the_winner_and_each_other() -> None:
 @pytest.mark.slow
 def test_confirming_gives_the_fastest_measured() -> None:
     """Predicted and measured time of each plan; the best is the fastest measured."""
-    graph, model, optimizer, batch = captured()
+    graph, *_, batch = captured()
     with Measurer(0.05) as measurer:
-        found = confirm(placed(graph), model, optimizer, batch, measurer=measurer)
+        found = confirm(placed(graph), batch, measurer=measurer)
     times = [row.measured_ns for row in found.rows]
     assert all(times)
     assert (found.best.measured_ns or 0) <= TIE * min(ns for ns in times if ns)
@@ -79,8 +79,8 @@ def test_confirming_gives_the_fastest_measured() -> None:
 
 def test_time_up_leaves_plans_untried() -> None:
     """Without time nothing is measured, and that is an error, not a prediction."""
-    graph, model, optimizer, batch = captured()
-    found = confirm(placed(graph), model, optimizer, batch, seconds=-1)
+    graph, *_, batch = captured()
+    found = confirm(placed(graph), batch, seconds=-1)
     assert {row.measurement.kind for row in found.rows} == {"not tried"}
     with pytest.raises(ExecutionError, match="not tried"):
         _ = found.best

@@ -67,7 +67,7 @@ def test_an_inference_is_timed_without_gradients(monkeypatch: pytest.MonkeyPatch
         return lambda *args: modes.append(torch.is_grad_enabled()) or call(*args)
 
     monkeypatch.setattr(compiled.torch, "compile", compile_)
-    assert compiled_step_ns(nn.Linear(2, 2), torch.randn(3, 2), None, None, "cpu") > 0
+    assert compiled_step_ns(dp.capture(nn.Linear(2, 2), torch.randn(3, 2)), torch.randn(3, 2)) > 0
     assert set(modes) == {False}
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from devplace.auto.local_devices import (
     capture_device,
-    excluded,
     find_machine,
     fuses,
     missing_here,
     require_here,
 )
-from devplace.errors import InputError
+from devplace.auto.planning import find_target
+from devplace.errors import InputError, PlanMismatchError, ProblemError
 from devplace.machine import Machine, load_machine
+from tests.auto.steps import captured
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str) -> None:
@@ -36,14 +39,59 @@ def test_a_number_means_logical_cpu_devices() -> None:
     assert find_machine(machine) is machine
 
 
-def test_cpus_beside_gpus_are_left_out_unless_wanted() -> None:
-    """On a machine with GPUs the CPU is used only if asked for; on CPUs alone it always is."""
-    gpus, cpus = load_machine("h100x2"), load_machine("cpux2")
-    assert excluded(gpus, (), False) == ("cpu:0",)
-    assert excluded(gpus, ("cuda:1",), False) == ("cuda:1", "cpu:0")
-    assert excluded(gpus, (), True) == ()
-    assert excluded(cpus, (), False) == ()
-    assert excluded(gpus, ("cuda:0", "cuda:1"), False) == ("cuda:0", "cuda:1")
+def test_cpus_beside_gpus_are_left_out_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUs of this computer the CPU is used only if asked for, or where a pin names it; on
+    CPUs alone, and where the GPUs are elsewhere, it always is."""
+    with_gpus(monkeypatch, 2, "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("devplace.kernels.fused.why_not_compiled", lambda name: "none here")
+
+    def left(*demands: Any, **options: Any) -> tuple[str, ...]:
+        found = find_target("h100x2", *demands, **options)
+        assert set(found.left_out) <= set(found.exclude) <= set(found.unused)
+        return found.left_out
+
+    assert left() == left(runs=True) == ("cpu:0",)
+    assert left({}, {}, ["cuda:1"]) == ("cpu:0",)
+    assert left(uses_cpu=True) == ()
+    assert left({}, {"embed": "cpu"}) == ()
+    assert left({}, {}, ["cpu"]) == ()
+    assert left({}, {}, ["cuda:0", 1]) == ()
+    assert left({"cuda:0": 0, "cuda:1": 0}) == ()
+    assert find_target("cpux2").left_out == ()
+    target = find_target("h100x2", {"cuda:1": "0"}, device="cuda")
+    assert (target.exclude, target.unused) == (("cpu:0",), ("cpu:0", "cuda:1"))
+    with_gpus(monkeypatch, 0, "")
+    assert find_target("h100x2").left_out == ()
+
+
+def test_a_problem_says_which_cpus_are_left_out() -> None:
+    """By a note, with both ways to have them."""
+    target = dataclasses.replace(find_target("h100x2", device="cpu"), left_out=("cpu:0",))
+    problem = target.problem(captured()[0])
+    note = "left out beside GPUs: cpu:0; uses_cpu=True (--cpu) lets ops go there"
+    assert note in problem.notes
+    assert not find_target("cpux2").problem(captured()[0]).notes
+
+
+def test_a_step_captured_for_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a plan that was made elsewhere."""
+    with_gpus(monkeypatch, 0, "")
+    with pytest.raises(PlanMismatchError, match="this computer has none"):
+        find_target("h100x2", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("demands", "words"),
+    [
+        (({"gpu": "1GiB"},), "'gpu' in limits"),
+        (({}, {"embed": "cuda:7"}), "'cuda:7' in pin 'embed'"),
+        (({}, {}, ["cuda:7"]), "'cuda:7' in exclude"),
+    ],
+)
+def test_devices_that_are_not_there_are_named(demands: Any, words: str) -> None:
+    """Before anything is captured."""
+    with pytest.raises(ProblemError, match=words):
+        find_target("h100x2", *demands)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 
 import devplace as dp
 from devplace.auto import parallelize as module
-from devplace.auto import plan_choice
+from devplace.auto import step_notes
 from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.confirm import TIE
 from devplace.auto.measure import Measurer
@@ -25,7 +25,7 @@ from devplace.errors import (
     MachineError,
     ProblemError,
 )
-from tests.auto.steps import captured, hostile, placed, tagger
+from tests.auto.steps import hostile, tagger
 from tests.run.models import Unrolled, mean_square
 
 QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}
@@ -189,7 +189,7 @@ def test_what_micro_batches_may_change_is_noted() -> None:
     with dp.parallelize(model, batch, loss, adam(model), **options) as step:
         assert "batch norm takes its statistics over each micro-batch" in str(step)
     graph = dataclasses.replace(step.graph, meta={**step.graph.meta, "unchecked": "too large"})
-    assert "not compared with the whole batch: too large" in module.in_chunks(graph)[0]
+    assert "not compared with the whole batch: too large" in step_notes.in_chunks(graph)[0]
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def test_where_nothing_is_measured_in_time_the_best_predicted_is_used(
 @pytest.mark.slow
 def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that ran in its own process may not fit beside the model; then the next one does."""
-    real, calls = module.compile_step, []
+    real, calls = module.compile, []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -301,7 +301,7 @@ def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "compile_step", failing)
+    monkeypatch.setattr(module, "compile", failing)
     model, batch, loss = tagger()
     with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
         assert step.confirmation is not None
@@ -357,6 +357,41 @@ def test_models_that_cannot_run_are_refused() -> None:
         dp.parallelize(model, torch.randn(2, 4), **QUICK)
 
 
+def test_an_option_that_capture_does_not_take_is_named() -> None:
+    """As Python would, before any work; a slip gets the name that was meant."""
+    with pytest.raises(TypeError, match=r"argument 'autocst'.*autocast"):
+        dp.parallelize(nn.Linear(4, 3), torch.randn(2, 4), autocst=torch.bfloat16, **QUICK)
+
+
+def test_a_captured_step_is_taken_in_place_of_its_model() -> None:
+    """Its own loss, optimizer and options hold: the step is that of the model, and whoever gives
+    them again is told."""
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    options = {**QUICK, "confirm": False}
+    losses = []
+    for way in ("model", "captured"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        own: Any = (model, {"input": x, "target": y}, own_loss, adam(model))
+        if way == "captured":
+            graph = dp.capture(*own, 2, clip_grad_norm=0.1)
+            step = dp.parallelize(graph, own[1], **options)
+            assert step.graph == graph
+        else:
+            step = dp.parallelize(*own, micro_batches=2, clip_grad_norm=0.1, **options)
+        with step:
+            losses.append([float(step(input=x, target=y)) for _ in range(3)])
+            step.sync()
+    assert losses[0] == losses[1]
+    for name, value in (("optimizer", adam(model)), ("micro_batches", 2), ("fuse", True)):
+        with pytest.raises(InputError, match=f"has its own {name}.*dp.capture"):
+            dp.parallelize(graph, own[1], **{**options, name: value})
+
+
+def own_loss(model: Any, input: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(model(input), target)
+
+
 def test_the_budget_covers_everything() -> None:
     """Search and measuring share what capture leaves; a best single device can always be run."""
     clock = BudgetClock(10.0, None, started=0.0)
@@ -364,23 +399,6 @@ def test_the_budget_covers_everything() -> None:
     assert clock.confirm_seconds() == 15.0
     assert clock.search_budget(2, True).seconds == 0.5
     assert BudgetClock.parse("500ev").search_budget(3, True).evaluations == 500
-    assert plan_choice.Choice((), None).notes == ()
-
-
-@pytest.mark.parametrize(("cores", "is_noted"), [(1, True), (2, False), (8, False)])
-def test_fewer_cores_than_gpus_are_noted(
-    cores: int, is_noted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each GPU is fed by a thread; CPU devices, and GPUs that run nothing, need none of them."""
-    monkeypatch.setattr(module, "num_cores", lambda: cores)
-    graph, *_ = captured()
-    plan = placed(graph).plan
-    names = ("cpu:0", "cuda:0", "cuda:1", "cuda:2")
-    on_two = tuple(k % 3 for k in range(len(plan.placement)))
-    notes = module.few_cores(dataclasses.replace(plan, placement=on_two, device_names=names))
-    assert bool(notes) == is_noted
-    assert all("each of 2 GPUs" in note and "1 core:" in note for note in notes)
-    assert module.few_cores(plan) == ()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 
 import devplace as dp
 from devplace import workloads
-from devplace.auto.local_devices import capture_device, excluded
+from devplace.auto.local_devices import capture_device, cpus
 from devplace.auto.measure import Measurer, Trial
 from devplace.auto.step_sources import step_sources
 from devplace.cost.analytic import Analytic
@@ -128,7 +128,7 @@ def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None
     """Out of memory and a poisoned context are named; plans after them run."""
     graph, model, optimizer, batch = captured("cuda")
     machine = detect()
-    left_out = excluded(machine, (), False)
+    left_out = cpus(machine)
     problem = dp.Problem(graph, machine, Analytic()(graph, machine), exclude=left_out)
     plan = dp.place(problem, dp.placers.Single(), "5ev").plan
     sources = step_sources(graph, model, optimizer, batch)

@@ -62,7 +62,7 @@ def test_table_of_nine_devices_shows_everything(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert "…" not in text
     for head in (
-        "planner",
+        "placer",
         "step",
         "speed-up",
         "gap",

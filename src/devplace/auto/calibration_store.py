@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -19,6 +19,7 @@ from devplace.auto.calibration import (
     fit,
 )
 from devplace.auto.confirm import ConfirmedRow
+from devplace.auto.measured_costs import HOPPER, probed_machine
 from devplace.auto.single_steps import SingleStep, remembered
 from devplace.machine import Machine
 from devplace.problem import Problem
@@ -43,6 +44,19 @@ def kept_calibration(machine: Machine) -> Calibration | None:
     except ValueError as error:
         _log.warning("Kept calibration is not used: %s", error)
         return None
+
+
+def learn_from(
+    rows: Sequence[ConfirmedRow], seconds: float, tell: Callable[[str], None]
+) -> Calibration | None:
+    """Calibrate this computer's GPUs with plans that were measured, where ops were; see `learn`."""
+    problems = [row.candidate.problem for row in rows]
+    has_gpu = any(device.kind == "gpu" for device in problems[0].machine.devices)
+    if not has_gpu or problems[0].costs.origin != "profiled":
+        return None
+    tell("calibrating the machine")
+    pairs = list(zip(rows, problems, strict=True))
+    return learn(probed_machine(problems[0].machine), pairs, HOPPER, seconds)
 
 
 def learn(

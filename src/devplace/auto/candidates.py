@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,32 @@ class Candidate:
         """Names of the devices that run ops."""
         plan = self.plan
         return tuple(name for name, row in zip(plan.device_names, plan.order, strict=True) if row)
+
+    @property
+    def problem(self) -> Problem:
+        """What the plan was made for."""
+        assert self.plan.problem is not None, "the plan is from a file"
+        return self.plan.problem
+
+
+def of_searches(results: Sequence[Result]) -> list[Candidate]:
+    """What to run of searches of one step, as with several numbers of micro-batches: the best
+    single device, every search's best by prediction, then the others."""
+    alone: list[Candidate] = []
+    bests: list[Candidate] = []
+    others: list[Candidate] = []
+    for number, result in enumerate(results):
+        count = result.timeline.problem.graph.meta.get("micro_batches", 1)
+        prefix = f"{count} micro-batches, " if count > 1 and len(results) > 1 else ""
+        for found in candidates(result) if number == 0 else candidates(result, 0):
+            candidate = replace(found, name=prefix + found.name)
+            if not candidate.is_single:
+                (bests if candidate.plan is result.plan else others).append(candidate)
+            elif number == 0 or not alone:
+                alone.append(candidate)
+    bests.sort(key=_predicted)
+    others.sort(key=_predicted)
+    return [*alone[:1], *bests, *alone[1:], *others]
 
 
 def candidates(result: Result, most_runners_up: int = 4) -> list[Candidate]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
+from devplace.graph import Captured
 from devplace.step_capture.batch import as_call
 from devplace.step_capture.loss import loss_call, read_loss
 
@@ -19,33 +20,25 @@ MODE = "reduce-overhead"
 SECONDS = 1.0
 
 
-def compiled_step_ns(
-    model: torch.nn.Module,
-    inputs: Any,
-    loss_fn: Callable[..., Any] | None,
-    optimizer: torch.optim.Optimizer | None,
-    device: str,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    clip_grad_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-) -> int:
+def compiled_step_ns(graph: Captured, inputs: Any, kwargs: Mapping[str, Any] | None = None) -> int:
     """Step time of a copy of the model under `torch.compile(mode="reduce-overhead")`, ns.
 
     Forward and loss are compiled, and with them the backward pass; the update is the optimizer's
     own.
 
     Args:
-        model, inputs, loss_fn, optimizer, kwargs, clip_grad_norm, autocast: As for `parallelize`.
-        device: Name of the torch device.
+        graph: The captured step; tells model, loss, optimizer, clipping, autocast and device.
+        inputs, kwargs: A batch, in a form that `capture` takes.
     """
-    model, optimizer = copy.deepcopy((model, optimizer))
+    device, clip_grad_norm = str(graph.meta["device"]), graph.meta["clip_grad_norm"]
+    autocast = getattr(torch, graph.meta["autocast"]) if graph.meta["autocast"] else None
+    model, optimizer = copy.deepcopy((graph.model, graph.optimizer))
     _move(model.to(device), optimizer, device)
     args, named = pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(device), as_call(inputs, kwargs)
     )
-    is_inference = loss_fn is None and optimizer is None
-    call = model if is_inference else loss_call(model, loss_fn)
+    is_inference = graph.loss_fn is None and optimizer is None
+    call = model if is_inference else loss_call(model, graph.loss_fn)
     compiled = torch.compile(call, mode=MODE)
     kind = torch.device(device).type
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from devplace.auto.candidates import Candidate, candidates
+from devplace.auto.candidates import Candidate, of_searches
 from devplace.auto.measure import Measurement, Measurer, Trial
 from devplace.auto.ordinary import Ordinary, time_ordinary
 from devplace.auto.step_sources import step_sources
@@ -178,43 +178,41 @@ class Confirmation:
 
 
 def confirm(
-    result: Result,
-    model: Any,
-    optimizer: Any,
+    result: Result | Sequence[Result],
     inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
     *,
     seconds: float = 30.0,
     measurer: Measurer | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Confirmation:
     """Run a search's best few plans and the trivial ones on the devices of this computer.
 
     Args:
-        result: Of `place`, for a captured step and devices of this computer.
-        model: The model; may be on the meta device, because only times are wanted.
-        optimizer: Its optimizer, or None.
-        inputs: A batch, in a form that capture takes.
+        result: Of `place`, for a captured step and devices of this computer; or several, of one
+            step captured with different numbers of micro-batches.
+        inputs: A batch, in a form that capture takes. The model may be on the meta device, because
+            only times are wanted.
         kwargs: Named part of the batch.
         seconds: Time after which no more plans are tried, s.
         measurer: What runs them; by default in a child process.
+        progress: Called with the name of what is being measured.
 
     Returns:
         Every plan with what was measured; `best` is the fastest measured.
 
     Raises:
-        PlanMismatchError, InputError: Model or batch are not those of the captured step.
+        InputError: The batch is not like the captured one, or the graph is not captured.
     """
-    graph = as_captured(result.timeline.problem.graph, "To measure plans")
-    sources = step_sources(graph, model, optimizer, inputs, kwargs)
-    found = candidates(result)
-    trials = [Trial(candidate.name, candidate.plan, graph, sources) for candidate in found]
+    results = [result] if isinstance(result, Result) else result
+    graphs = [as_captured(one.timeline.problem.graph, "To measure plans") for one in results]
+    own = (graphs[0].model, graphs[0].optimizer, inputs, kwargs)
+    steps = {id(graph): (graph, step_sources(graph, *own)) for graph in graphs}
+    found = of_searches(results)
+    trials = [Trial(one.name, one.plan, *steps[id(one.problem.graph)]) for one in found]
     with Measurer() if measurer is None else nullcontext(measurer) as runner:
         return confirm_trials(
-            found,
-            trials,
-            runner,
-            seconds,
-            ordinary=lambda: time_ordinary(graph, model, optimizer, inputs, kwargs),
+            found, trials, runner, seconds, progress, lambda: time_ordinary(graphs[0], *own)
         )
 
 

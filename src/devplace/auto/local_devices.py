@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from devplace.auto.measured_costs import detected
 from devplace.errors import InputError, MachineError
 from devplace.machine import Machine, detect, load_machine
+from devplace.problem.device_names import resolve_device
 
 MachineLike = Machine | str | Path | int
 
@@ -29,21 +29,24 @@ def find_machine(machine: MachineLike) -> Machine:
             "A machine must be 'detect', a name, a machine file, a Machine or a number of logical "
             f"CPU devices, got {machine!r}."
         )
-    if machine == "detect":
-        return detected()
     return detect(machine) if isinstance(machine, int) else load_machine(machine)
 
 
-def excluded(
-    machine: Machine, exclude: Sequence[str], uses_cpu: bool, unused: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """Devices not to be used: those excluded or unused, and CPUs beside GPUs unless wanted."""
+def excluded(machine: Machine, exclude: Sequence[str]) -> tuple[str, ...]:
+    """Names of devices not to be used, from what users write.
+
+    Raises:
+        InputError: No list of names.
+        ProblemError: No such device.
+    """
     if isinstance(exclude, str):
         raise InputError(f"exclude must be a list of device names, got {exclude!r}.")
-    names = [*exclude, *unused]
-    if has_gpus(machine, names) and not uses_cpu:
-        names += [d.name for d in machine.devices if d.kind == "cpu" and d.name not in names]
-    return tuple(names)
+    return tuple(resolve_device(machine, name, "exclude") for name in exclude)
+
+
+def cpus(machine: Machine, but: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of a machine's CPUs, but for some."""
+    return tuple(d.name for d in machine.devices if d.kind == "cpu" and d.name not in but)
 
 
 def has_gpus(machine: Machine, exclude: Sequence[str] = ()) -> bool:

@@ -12,7 +12,7 @@ from devplace.cost import CostTable
 from devplace.cost.profiled import KERNEL_GAP_NS, Profiled
 from devplace.cost.worker_process import WorkerProcess
 from devplace.graph import OpGraph
-from devplace.machine import Machine, detect
+from devplace.machine import Machine
 
 # Overheads: measured on 2 H200 with code that is not kept, in a graph of 384 ops: a wait for what
 # has come takes 1.2 us of its receiver, a push of 64 KiB beside products of matrices up to 1.4.
@@ -87,8 +87,3 @@ def _kept_or_hopper(machine: Machine) -> Calibration:
     from devplace.auto.calibration_store import kept_calibration
 
     return kept_calibration(machine) or HOPPER
-
-
-def detected() -> Machine:
-    """This computer, measured."""
-    return measured_machine(detect())

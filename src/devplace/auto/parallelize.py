@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,54 +14,45 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.budget_clock import BudgetClock
+from devplace.auto.calibration_store import learn_from
 from devplace.auto.candidates import Candidate
 from devplace.auto.compiled import compiled_step_ns
-from devplace.auto.local_devices import (
-    MachineLike,
-    capture_device,
-    excluded,
-    find_machine,
-    require_here,
-)
-from devplace.auto.local_devices import fuses as step_is_fused
+from devplace.auto.confirm import Confirmation
+from devplace.auto.confirm import confirm as confirm_plans
+from devplace.auto.local_devices import MachineLike
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
-from devplace.auto.plan_choice import Choice, choose, search
+from devplace.auto.planning import Target, Tell, find_target
+from devplace.auto.step_notes import step_notes
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
-from devplace.errors import CaptureError, ExecutionError, InputError
-from devplace.graph import Captured
-from devplace.graph.fusion import fuse_for
+from devplace.cost.worker_process import WorkerProcess
+from devplace.errors import CaptureError, ExecutionError, InfeasibleError, InputError, did_you_mean
+from devplace.graph import Captured, as_captured
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
-from devplace.machine import Machine
-from devplace.machine.detect import num_cores
-from devplace.placers import Placer
-from devplace.plan import Plan
-from devplace.problem.device_names import without_memory
-from devplace.run.compile import Step, compile_step
+from devplace.placers import Placer, Result, Search, Single, place
+from devplace.run.compile import Step
 from devplace.run.cpu import RETRY
-from devplace.run.planned import check
-from devplace.run.schedule import is_cpu
+from devplace.run.planned import check, compile
 from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
-from devplace.step_capture.micro_batches.cutting import BatchDims
-from devplace.step_capture.optimizers.several import as_one
 from devplace.step_capture.refuse import unwrap
 from devplace.units import format_time
 
+_TOO_SLOW = (
+    "No plan was measured within {:.3g} s, so the best predicted one is used unmeasured: the "
+    "computer is busy, or steps take long. Give a larger budget, as budget='5min'."
+)
 MICRO_BATCHES = (1, 2, 4, 8)
 CAPTURE_SHARE = 0.35
 """Part of the budget after which no further number of micro-batches is captured."""
 SETTLE_SECONDS = 0.5
-_BATCH_NORM = "aten._native_batch_norm_legit_functional"  # of training
-WORTH_STACKING = 20
-"""Products spared from which on the report speaks of it."""
 
 
 def parallelize(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Captured,
     example_inputs: Any = (),
     loss_fn: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -75,15 +68,9 @@ def parallelize(
     placer: Placer | None = None,
     confirm: bool = True,
     verify: bool = False,
-    example_kwargs: Mapping[str, Any] | None = None,
-    batch_dims: BatchDims | None = None,
-    compare_batches: bool = True,
-    clip_grad_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-    stack_gradients: bool | None = None,
-    fuse: bool | None = None,
     compare_compile: bool = False,
     progress: Callable[[str], None] | None = None,
+    **of_capture: Any,
 ) -> ParallelStep:
     """Plan a step for the devices of this computer, confirm by running, and make it callable.
 
@@ -95,7 +82,8 @@ def parallelize(
     this, and by training only with `sync`.
 
     Args:
-        model: The model, on the CPU or a GPU, in the mode (train or eval) it shall run in.
+        model: The model, on the CPU or a GPU, in the mode (train or eval) it shall run in; or a
+            step of it, of `capture`, which has its own loss, optimizer and options.
         example_inputs: A tensor, a tuple of positional inputs, or a dict of keyword inputs. Shapes
             and dtypes are fixed; integers among them are used to measure.
         loss_fn: As for `capture`; None with an optimizer: the model returns the loss. None without
@@ -110,19 +98,19 @@ def parallelize(
             0: it is not used.
         pins: Pattern -> device name, see `Problem`.
         exclude: Names of devices that must not be used.
-        uses_cpu: Whether ops may go to CPUs beside GPUs. Without GPUs CPUs are used anyway.
+        uses_cpu: Whether ops may go to CPUs beside GPUs. Without GPUs, and where pins name them,
+            CPUs are used anyway.
         micro_batches: Chunks of the batch; `auto` tries 1, 2, 4 and 8 on two or more devices.
         seed: Of the search and of all random ops.
         placer: Who searches; `placers.Search()` by default.
         confirm: Whether plans are measured; if not, the best predicted is taken.
         verify: Whether two steps are first compared with the unplaced ones, and the first of those
             with an eager step; the notes say what was compared.
-        example_kwargs, batch_dims, compare_batches: As for `capture`.
-        clip_grad_norm, autocast, stack_gradients: Likewise.
-        fuse: As for `capture`; by default on GPUs for which a compiler is there.
         compare_compile: Whether the report tells how fast `torch.compile` makes the user's own
             step on one device; that may take minutes, which the budget does not count.
         progress: Called with what is being done.
+        of_capture: All else that `capture` takes, such as `example_kwargs`, `batch_dims`,
+            `clip_grad_norm`, `autocast`. `fuse` is on by default where GPUs have a compiler.
 
     Returns:
         A step: `loss = step(*batch)`; `step.sync()` writes back; `print(step)` says why this plan.
@@ -139,54 +127,41 @@ def parallelize(
     if progress is not None and not callable(progress):
         raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
-    _check_model(model)
-    optimizer = as_one(optimizer)
-    found = find_machine(machine)
-    unused = without_memory(found, limits or {})
-    left_out = excluded(found, exclude, uses_cpu, unused)
-    require_here(found, left_out)
-    known = Known()
+    if isinstance(model, Captured):
+        given = {"loss_fn": loss_fn, "optimizer": optimizer, "micro_batches": micro_batches}
+        _refuse_second(given | of_capture)
+        fuse = bool(model.meta["fuse"])
+    else:
+        _check_options(of_capture)
+        fuse = of_capture.pop("fuse", None)
+        of_capture["known"] = Known()
+    _check_model(model.model if isinstance(model, Captured) else model)
+    target = find_target(
+        machine, limits, pins, exclude, uses_cpu=uses_cpu, runs=True, fuse=fuse, tell=tell
+    )
+    own = model, example_inputs, loss_fn, optimizer
     job = _Job(
-        model,
-        optimizer,
         example_inputs,
-        example_kwargs,
-        lambda count: capture(
-            model,
-            example_inputs,
-            loss_fn,
-            optimizer,
-            count,
-            example_kwargs=example_kwargs,
-            batch_dims=batch_dims,
-            compare_batches=compare_batches,
-            clip_grad_norm=clip_grad_norm,
-            autocast=autocast,
-            stack_gradients=stack_gradients,
-            fuse=fuses,
-            device=kind,
-            known=known,
-        ),
+        of_capture.get("example_kwargs"),
+        lambda count: target.capture(*own, count, **of_capture),
+        target,
+        clock,
         tell,
     )
-    kind = capture_device(found, left_out)
-    fuses = step_is_fused(kind) if fuse is None else fuse
-    demands = {"limits": limits or {}, "pins": pins or {}, "exclude": left_out}
-    num_devices = len(set(found.device_names) - set(left_out))
-    counts = _counts(micro_batches, model, num_devices, job)
-    early = Compilers() if fuses and not any_compiled(kind) else None
+    counts = _counts(micro_batches, model, job)
+    early = Compilers() if target.fuse and not any_compiled(target.device) else None
     with Measurer(seed=seed) as measurer, early or contextlib.nullcontext() as compilers:
         if confirm:
             measurer.start()
-        graphs = [fuse_for(graph, pins or {}) for graph in job.capture_all(counts, clock)]
-        job.compile_kernels(graphs, found, left_out, compilers)
-        searches = search(
-            graphs, found, demands, placer, clock, seed, confirm, tell, measurer.child
-        )
-        choice = choose(searches, job.arguments, measurer if confirm else None, clock, tell)
+        graphs = job.capture_all(counts)
+        job.compile_kernels(graphs, compilers)
+        results = job.search(graphs, placer, seed, measurer.child, confirm)
+        found, ranked = job.choose(results, measurer if confirm else None)
+    if found is not None and not found.ranked:
+        warnings.warn(_TOO_SLOW.format(found.seconds), stacklevel=2)
     if compare_compile:
-        job.compare(loss_fn, clip_grad_norm, autocast, kind)
-    return job.finish(choice, seed, verify)
+        job.compare(graphs[0])
+    return job.finish(found, ranked, seed, verify)
 
 
 @dataclass
@@ -194,28 +169,27 @@ class _Job:
     """A model on its way to a step.
 
     Attributes:
+        inputs, kwargs: The example batch.
         capture: Number of micro-batches -> captured step.
+        target: Its devices.
+        clock: What time is left.
+        tell: Told what is being done.
         notes: For the report.
     """
 
-    model: Any
-    optimizer: Any
     inputs: Any
     kwargs: Mapping[str, Any] | None
     capture: Callable[[int], Captured]
-    tell: Callable[[str], None]
+    target: Target
+    clock: BudgetClock
+    tell: Tell
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def arguments(self) -> tuple[Any, Any, Any, Any]:
-        """What `step_sources` needs beside a graph."""
-        return self.model, self.optimizer, self.inputs, self.kwargs
-
-    def capture_all(self, counts: Sequence[int], clock: BudgetClock) -> list[Captured]:
+    def capture_all(self, counts: Sequence[int]) -> list[Captured]:
         """The step with each number of micro-batches, as long as there is time."""
         graphs: list[Captured] = []
         for count in counts:
-            if graphs and clock.spent > CAPTURE_SHARE:
+            if graphs and self.clock.spent > CAPTURE_SHARE:
                 self.notes.append(f"{count} and more micro-batches not tried: no time to capture")
                 break
             chunks = f" with {count} micro-batches" if count > 1 else ""
@@ -229,36 +203,81 @@ class _Job:
                 break
         return graphs
 
-    def compile_kernels(
-        self,
-        graphs: Sequence[Captured],
-        machine: Machine,
-        exclude: Sequence[str],
-        compilers: Compilers | None,
-    ) -> None:
+    def compile_kernels(self, graphs: Sequence[Captured], compilers: Compilers | None) -> None:
         """Compile what is fused before ops are timed."""
+        kind = self.target.device
+        fast = [d.name for d in self.target.machine.devices if d.kind == "gpu"]
+        names = [name for name in fast if name in self.target.devices]
         for graph in graphs:
-            kind = graph.meta["device"]
-            names = [d.name for d in machine.devices if d.name not in exclude and d.kind == "gpu"]
             done = prepare(graph, names if kind == "cuda" else ["cpu"], self.tell, compilers)
             self.notes += done.notes
 
-    def compare(
-        self, loss_fn: Any, clip_grad_norm: float | None, autocast: Any, device: str
-    ) -> None:
+    def search(
+        self,
+        graphs: Sequence[Captured],
+        placer: Placer | None,
+        seed: int,
+        child: WorkerProcess | None,
+        confirms: bool,
+    ) -> list[Result]:
+        """Place every capture, its ops timed in `child`; those that do not fit are left out.
+
+        Raises:
+            InfeasibleError: None fits.
+        """
+        found: list[Result] = []
+        failures: list[InfeasibleError] = []
+        for number, graph in enumerate(graphs):
+            self.tell("timing ops")
+            problem = self.target.problem(graph, times_cpus=True, child=child)
+            chosen = placer or (Search() if len(problem.usable_devices) > 1 else Single())
+            budget = self.clock.search_budget(len(graphs) - number, confirms)
+            self.tell(f"searching ({number + 1} of {len(graphs)})")
+            try:
+                result = place(problem, chosen, budget, seed)
+            except InfeasibleError as error:
+                failures.append(error)
+                continue
+            if result.is_interrupted:
+                raise KeyboardInterrupt
+            found.append(result)
+        if not found:
+            raise failures[0]
+        return found
+
+    def choose(
+        self, results: Sequence[Result], measurer: Measurer | None
+    ) -> tuple[Confirmation | None, list[Candidate]]:
+        """What was measured, and plans in the order in which they should be used: the fastest
+        measured first, or where nothing was measured in time, or is to be, the best predicted.
+
+        Raises:
+            ExecutionError: None of them ran, for other reasons than time.
+        """
+        noted = [note for r in results for note in (*r.timeline.problem.notes, *r.notes)]
+        self.notes[:0] = noted
+        if measurer is None:
+            best = sorted(results, key=lambda result: result.step_ns)
+            return None, [Candidate(r.placer, r.plan, r.step_ns) for r in best]
+        found = confirm_plans(
+            results,
+            self.inputs,
+            self.kwargs,
+            seconds=self.clock.confirm_seconds(),
+            measurer=measurer,
+            progress=lambda name: self.tell(f"measuring {name}"),
+        )
+        if found.ranked:
+            learn_from(found.rows, self.clock.left_s, self.tell)
+        rows = found.ranked or found.untimed or [found.best]  # which says why none ran
+        return found, [row.candidate for row in rows]
+
+    def compare(self, graph: Captured) -> None:
         """Note how fast torch.compile makes the user's own step."""
+        device = self.target.device
         self.tell("compiling the ordinary step")
         try:
-            took_ns = compiled_step_ns(
-                self.model,
-                self.inputs,
-                loss_fn,
-                self.optimizer,
-                device,
-                kwargs=self.kwargs,
-                clip_grad_norm=clip_grad_norm,
-                autocast=autocast,
-            )
+            took_ns = compiled_step_ns(graph, self.inputs, self.kwargs)
         except Exception as error:  # whatever a compiler raises
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self.notes.append(f"torch.compile did not compile the ordinary step: {reason}")
@@ -267,15 +286,18 @@ class _Job:
             self.notes.append(f"the ordinary step under torch.compile takes {took} on one {device}")
         _free()
 
-    def finish(self, choice: Choice, seed: int, verify: bool) -> ParallelStep:
+    def finish(
+        self, found: Confirmation | None, ranked: Sequence[Candidate], seed: int, verify: bool
+    ) -> ParallelStep:
         """The step of the first candidate that runs in this process."""
         failures = []
-        for candidate, graph in choice.ranked:
+        settles = found is None or bool(found.ranked)
+        for candidate in ranked:
+            graph = as_captured(candidate.problem.graph, "To run it")
             if verify:
                 self.tell("comparing with the unplaced step")
                 self._verify(candidate, graph, seed)
             self.tell(f"compiling {candidate.name}")
-            settles = choice.confirmation is None or bool(choice.confirmation.ranked)
             try:
                 step, measured_ns = self._compiled(candidate, graph, seed, settles)
             except (ExecutionError, RuntimeError, MemoryError) as error:
@@ -285,39 +307,20 @@ class _Job:
                 failures.append(f"{candidate.name} did not run in this process: {why}")
                 _free()
                 continue
-            notes = (*choice.notes, *self.notes, *failures, *few_cores(candidate.plan))
-            notes += (*in_eval_mode(graph), *could_stack(graph), *in_chunks(graph))
+            notes = (*self.notes, *failures, *step_notes(graph, candidate.plan))
             told = tuple(dict.fromkeys(notes))
-            return ParallelStep(step, candidate.plan, graph, choice.confirmation, measured_ns, told)
+            return ParallelStep(step, candidate.plan, graph, found, measured_ns, told)
         raise ExecutionError("No plan could be run here. " + " ".join(failures))
 
     def _verify(self, candidate: Candidate, graph: Captured, seed: int) -> None:
-        report = check(
-            graph,
-            candidate.plan,
-            self.inputs,
-            model=self.model,
-            optimizer=self.optimizer,
-            kwargs=self.kwargs,
-            steps=2,
-            seed=seed,
-        )
+        plan = candidate.plan
+        report = check(graph, plan, self.inputs, kwargs=self.kwargs, steps=2, seed=seed)
         self.notes.append(report.beside_own)
 
     def _compiled(
         self, candidate: Candidate, graph: Captured, seed: int, settles: bool
     ) -> tuple[Step, int | None]:
-        plan = candidate.plan
-        step = compile_step(
-            self.model,
-            self.optimizer,
-            graph,
-            plan.placement,
-            plan.order,
-            plan.device_names,
-            seed,
-            waits=False,
-        )
+        step = compile(graph, candidate.plan, seed=seed, waits=False)
         try:
             return step, self._settle(step) if settles else None
         except BaseException:
@@ -350,53 +353,6 @@ class _Job:
         return median_ns(rounds)
 
 
-def few_cores(plan: Plan) -> tuple[str, ...]:
-    """A note where a plan has more GPUs than this process has cores to feed them; else nothing."""
-    used = {plan.device_names[device] for device in plan.placement}
-    gpus, cores = sum(not is_cpu(name) for name in used), num_cores()
-    if gpus <= cores:
-        return ()
-    return (
-        f"each of {gpus} GPUs is fed by a thread of its own, but this process may use {cores} "
-        f"core{'s' if cores > 1 else ''}: GPUs may run dry. Give it a core for each GPU",
-    )
-
-
-def in_eval_mode(graph: Captured) -> tuple[str, ...]:
-    """A note where a model in eval mode is trained, as it is asked; else nothing."""
-    if graph.meta["mode"] != "train" or graph.meta["training"]:
-        return ()
-    return (
-        "the model is trained in eval mode, as it was given: no dropout, and batch norm uses its "
-        "running statistics. If that is not meant, call model.train() first",
-    )
-
-
-def could_stack(graph: Captured) -> tuple[str, ...]:
-    """A note where many products of weights' gradients could be made at once; else nothing."""
-    spared = int(graph.meta.get("spared_by_stacking", 0))
-    if spared < WORTH_STACKING:
-        return ()
-    return (
-        f"weights are used many times in a step: stack_gradients=True computes their gradients by "
-        f"{spared} products of matrices fewer, rounded in another order than torch's. On one H200 "
-        f"that made steps of unrolled LSTM models 1.6 to 1.9 times as fast",
-    )
-
-
-def in_chunks(graph: Captured) -> tuple[str, ...]:
-    """Notes on what micro-batches may have other than the whole batch."""
-    notes = []
-    if graph.meta.get("unchecked"):
-        notes.append(
-            f"micro-batches were not compared with the whole batch: {graph.meta['unchecked']}"
-        )
-    has_statistics = any(op.target.startswith(_BATCH_NORM) for op in graph.ops)
-    if int(graph.meta.get("micro_batches", 1)) > 1 and has_statistics:
-        notes.append("batch norm takes its statistics over each micro-batch, not the whole batch")
-    return tuple(notes)
-
-
 def _is_meta(value: Any) -> bool:
     leaves = pytree.tree_leaves(open_dataclasses(value))
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves)
@@ -406,6 +362,26 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _check_options(of_capture: Mapping[str, Any]) -> None:
+    """Refuse what `capture` does not take, before any work, as Python would."""
+    known = inspect.signature(capture).parameters
+    for name in of_capture:
+        if name not in known:
+            hint = did_you_mean(name, [*known, *inspect.signature(parallelize).parameters])
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}.{hint}")
+
+
+def _refuse_second(given: Mapping[str, Any]) -> None:
+    """Refuse what a captured step has already; only the batch is given beside it."""
+    nothing = {"micro_batches": 1, "example_kwargs": given.get("example_kwargs")}
+    second = [name for name, value in given.items() if value != nothing.get(name)]
+    if second:
+        raise InputError(
+            f"A captured step has its own {', '.join(second)}. Give them to dp.capture, or give "
+            f"parallelize the model in its place."
+        )
 
 
 def _check_model(model: Any) -> None:
@@ -425,13 +401,13 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _counts(wanted: int | str, model: Any, num_devices: int, job: _Job) -> tuple[int, ...]:
+def _counts(wanted: int | str, model: Any, job: _Job) -> tuple[int, ...]:
     """Numbers of micro-batches to try."""
     if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1:
         return (wanted,)
     if wanted != "auto":
         raise InputError(f"micro_batches must be a positive number or 'auto', got {wanted!r}.")
-    if num_devices < 2:
+    if len(job.target.devices) < 2:
         return (1,)
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
     if any(isinstance(part, batch_norm) and part.training for part in model.modules()):

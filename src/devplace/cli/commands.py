@@ -93,7 +93,13 @@ def _problem_options(command: F) -> F:
             default=None,
             help="One product for the gradient of a weight used many times; default: as --fuse.",
         ),
-        click.option("--optimizer", default="sgd", show_default=True, metavar="sgd|adam|adamw"),
+        click.option(
+            "--optimizer",
+            default="sgd",
+            show_default=True,
+            metavar="NAME[:OPTIONS]",
+            help="Of torch.optim, as adamw:lr=1e-3,weight_decay=0.1.",
+        ),
         click.option(
             "--objective",
             default="latency",
@@ -108,6 +114,12 @@ def _problem_options(command: F) -> F:
             "--pin", multiple=True, metavar="PATTERN=DEVICE", help="As 'encoder.*=cuda:1'."
         ),
         click.option("--exclude", multiple=True, metavar="DEVICE", help="Do not use this device."),
+        click.option(
+            "--cpu",
+            "uses_cpu",
+            is_flag=True,
+            help="Ops may go to CPUs beside GPUs of this computer, too.",
+        ),
         click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that."),
     ]
     for option in reversed(options):
@@ -161,10 +173,9 @@ def _outputs(values: dict[str, Any]) -> Outputs:
 
 
 def _request(values: dict[str, Any]) -> PlanRequest:
-    from devplace.cli.session import OPTIONS, PlanRequest
+    from devplace.cli.session import PlanRequest
 
-    demands = {name: values[name] for name in ("limit", "pin", "exclude", "batch_dim")}
-    return PlanRequest.from_options({name: values[name] for name in OPTIONS}, demands)
+    return PlanRequest.from_options(values)
 
 
 @devplace.command()
@@ -179,7 +190,10 @@ def workloads(as_json: bool) -> None:
     width = max(map(len, room.NAMES))
     for name in room.NAMES:
         click.echo(f"{name:{width}}  {room.describe(name)}")
-    click.echo("\nAny file.py:function that returns (model, inputs, loss_fn) works the same.")
+    click.echo(
+        "\nAny file.py:function that returns (model, inputs, loss_fn) works the same; one that "
+        "returns (model, inputs) is an inference."
+    )
 
 
 @devplace.command()
@@ -207,7 +221,7 @@ def probe(output: Path | None, as_json: bool) -> None:
 
 @devplace.command()
 @_problem_options
-@click.option("--placer", default="search", show_default=True)
+@click.option("--placer", default="search", show_default=True, metavar="NAME|FILE:FUNCTION")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")
 @click.option(
@@ -215,8 +229,8 @@ def probe(output: Path | None, as_json: bool) -> None:
 )
 @_learning_options
 def plan(**values: Any) -> None:
-    """Plan one training step of MODEL (a workload, or file.py:function), or the inference step in
-    an .onnx or .pt2 file."""
+    """Plan one training step of MODEL (a workload, or a file.py:function that returns model, inputs
+    and loss function), or an inference (one that returns model and inputs; .onnx, .pt2)."""
     from devplace.cli import planning
 
     outcome = planning.plan(
@@ -237,7 +251,7 @@ def plan(**values: Any) -> None:
     default="plain",
     show_default=True,
     metavar="a,b,...|plain|all",
-    help="plain: all but those that learn, which take longer.",
+    help="plain: all but those that learn, which take longer; FILE:FUNCTION makes one of yours.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best plan here.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from devplace import placers
-from devplace.cli.imported import refuse_running
 from devplace.cli.plan_files import with_folder
 from devplace.cli.session import (
     PlanRequest,
     Session,
     check_output,
     open_session,
+    prints_on_stderr,
     refuse_overwriting,
     working,
 )
@@ -276,47 +276,36 @@ def plan(
     confirms: bool = False,
 ) -> PlanOutcome:
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
-    placer, limits = outputs.logged(placers.by_name(placer_name)), Budget.parse(budget)
-    outputs.require_learning([placer_name])
+    placer, limits = outputs.logged(_placer(placer_name)), Budget.parse(budget)
+    outputs.require_learning([placer.name])
     outputs.check(request)
     if confirms and request.objective != "latency":
         raise InputError(
             "--confirm measures one step at a time and cannot confirm a plan for a full pipeline. "
             "Leave it out, or plan with --objective latency."
         )
-    if confirms:
-        refuse_running(request.model)
-        request = _runnable(request)
-    session = open_session(request, with_values=confirms)
+    session = open_session(request, confirms=confirms)
     remember(request.model)
-    bound = lower_bound(session.problem)
-    with _progress([placer_name]) as begin:
-        result = _place(session, placer, limits, seed, bound, begin(placer_name))
+    with working("computing the lower bound"):
+        bound = lower_bound(session.problem)
+    with _progress([placer.name]) as begin:
+        result = _place(session, placer, limits, seed, bound, begin(placer.name))
     confirmation = None
     if confirms and result.is_feasible and not result.is_interrupted:
         confirmation, result = _confirmed(session, result)
     return PlanOutcome(session, result, outputs.write(result), confirmation)
 
 
-def _runnable(request: PlanRequest) -> PlanRequest:
-    """The request without CPUs beside GPUs; refused if its devices are not of this computer."""
-    from devplace.auto.local_devices import excluded, require_here
-    from devplace.machine import load_machine
-
-    machine = load_machine(request.machine)
-    exclude = excluded(machine, request.exclude, uses_cpu=False)
-    require_here(machine, exclude)
-    return replace(request, exclude=exclude)
-
-
 def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
     """What was measured, and the result whose plan is the fastest measured."""
     from devplace.auto.confirm import confirm
 
-    workload = session.workload
-    with working("running the best plans"):
+    with working("running the best plans") as note:
         found = confirm(
-            result, workload.model, session.optimizer, workload.inputs, seconds=CONFIRM_SECONDS
+            result,
+            session.workload.inputs,
+            seconds=CONFIRM_SECONDS,
+            progress=lambda name: note(f"measuring {name}"),
         )
     if not found.ranked and found.untimed:
         return found, result
@@ -339,7 +328,8 @@ def compare(
     outputs.check(request)
     session = open_session(request)
     remember(request.model)
-    bound = lower_bound(session.problem)
+    with working("computing the lower bound"):
+        bound = lower_bound(session.problem)
     rows: list[Result | Skipped] = []
     with _progress([placer.name for placer in chosen]) as begin:
         for placer in chosen:
@@ -372,7 +362,7 @@ def _place(
         budget,
         seed,
         objective=session.request.objective,
-        request=session.request.as_json(),
+        request=asdict(session.request),
         allow_infeasible=True,
         bound=bound,
         progress=spent,
@@ -388,7 +378,25 @@ def _choose(names: str, objective: str) -> list[Placer]:
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not wanted:
         raise InputError("--placers must name at least one placer, or be 'plain' or 'all'.")
-    return [placers.by_name(name) for name in wanted]
+    return [_placer(name) for name in wanted]
+
+
+def _placer(name: str) -> Placer:
+    """A placer by its name, or what `file.py:function` (or class) gives."""
+    if ":" not in name and not name.endswith(".py"):
+        return placers.by_name(name)
+    from devplace.workloads.user import made_by
+
+    with prints_on_stderr():
+        made = made_by(name)
+    has_name = isinstance(getattr(made, "name", None), str) and not isinstance(made, type)
+    if not (has_name and callable(made) and callable(getattr(made, "supports", None))):
+        raise InputError(
+            f"{name} gave {made!r}, which is no placer: one has a text `name`, `supports(problem)` "
+            f"and `__call__(problem, evaluate, rng)`. docs/guides/add-a-placer.md shows one."
+        )
+    placer: Placer = made
+    return placer
 
 
 @contextmanager

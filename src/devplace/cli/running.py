@@ -45,8 +45,9 @@ class RunOutcome:
             else (f"equal within {d['largest_error']:.1e} of each tensor's largest value")
         )
         click.echo(f"{d['eager'][:1].upper()}{d['eager'][1:]}.")
+        kinds = "loss, parameters, buffers, optimizer state" if d["losses"] else "outputs, buffers"
         click.echo(
-            f"{d['results']} results (loss, parameters, buffers, optimizer state) of "
+            f"{d['results']} results ({kinds}) of "
             f"{d['steps']} steps: {equal} to the {d['compared_with']}."
         )
         moved = f"{d['transfers']} transfers per step, {format_bytes(d['transfer_bytes'])}."
@@ -69,7 +70,8 @@ class RunOutcome:
             click.echo("note: losses are not finite; equal steps can still be of no use.")
         for note in d["notes"]:
             click.echo(f"note: {note}")
-        click.echo(f"Losses: {', '.join(f'{loss:.6g}' for loss in d['losses'])}")
+        if d["losses"]:
+            click.echo(f"Losses: {', '.join(f'{loss:.6g}' for loss in d['losses'])}")
         if self.deviations is not None:
             print_deviations(self.deviations)
 
@@ -180,13 +182,16 @@ def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
         inputs = workload.inputs
         return step(**inputs) if isinstance(inputs, dict) else step(*inputs)
 
-    losses, times = [], []
+    losses: list[float] = []
+    times: list[int] = []
     try:
         for number in range(steps):
             mode = getattr(executor, "mode", "threads")
             step.is_timed = number == steps - 1 and mode == "threads"
             begin = time.perf_counter_ns()
-            losses.append(float(read_loss(once()).loss))
+            returned = once()
+            if workload.loss_fn is not None:
+                losses.append(float(read_loss(returned).loss))
             times.append(time.perf_counter_ns() - begin)
         step.is_timed = False
         if min(times) < QUICK_NS:
@@ -232,6 +237,8 @@ def explain(path: Path, given: Given) -> ExplainOutcome:
     from devplace import report
 
     plan = load_plan(path)
-    timeline = plan.timeline(reopen(plan, path, given).problem)
-    loads = report.plan_load_lines(plan, timeline.problem)
-    return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))
+    session = reopen(plan, path, given)
+    with working("explaining"):
+        timeline = plan.timeline(session.problem)
+        loads = report.plan_load_lines(plan, timeline.problem)
+        return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))

@@ -8,17 +8,18 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from devplace.cli.imported import fused_import, is_imported, read_graph, refuse_running
+from devplace.cli.optimizers import make_optimizer, parse_optimizer
 from devplace.cli.plan_files import PlanFiles, model_file
 from devplace.cli.terminal import raw
 from devplace.cli.trust import require_trust
-from devplace.errors import InputError, PlanError, PlanMismatchError
+from devplace.errors import InputError, PlanError
 from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
 from devplace.plan import Plan
@@ -27,28 +28,12 @@ from devplace.problem import Problem
 from devplace.workloads.user import as_file
 
 if TYPE_CHECKING:
-    from devplace.cost import CostTable
-    from devplace.graph import OpGraph
-    from devplace.machine import Machine
+    from devplace.auto.planning import Target
+    from devplace.graph import Captured, OpGraph
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
 AUTOCAST = ("bfloat16",)
-LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
-OPTIONS = (
-    "model",
-    "machine",
-    "size",
-    "batch",
-    "micro_batches",
-    "compare_batches",
-    "clip_grad_norm",
-    "autocast",
-    "stack_gradients",
-    "fuse",
-    "optimizer",
-    "objective",
-)
-"""Fields of a request that are options of the command line."""
+_NOT_SAID = {"device": "cpu", "fuse": False, "stack_gradients": False, "uses_cpu": True}
+"""What plans of before there was a choice were made with."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +66,9 @@ class PlanRequest:
         stack_gradients: Of `capture`; None: as `fuse`.
         fuse: Of `capture`; None: where the step is captured for GPUs of this computer and a
             compiler for them is there.
-        optimizer: One of `OPTIMIZERS`.
+        optimizer: As `parse_optimizer` takes it; means nothing for an inference.
         limits, pins, exclude: See `Problem`.
+        uses_cpu: Of `parallelize`.
         device: torch device type to capture for; empty: `cuda` if the machine's GPUs are here.
         objective: One of `placers.OBJECTIVES`.
     """
@@ -102,6 +88,7 @@ class PlanRequest:
     limits: dict[str, int | str] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
+    uses_cpu: bool = False
     device: str = ""
     objective: str = "latency"
 
@@ -110,10 +97,7 @@ class PlanRequest:
             raise InputError(
                 f"Unknown objective {self.objective!r}. Known: {', '.join(OBJECTIVES)}."
             )
-        if self.optimizer not in OPTIMIZERS:
-            raise InputError(
-                f"Unknown optimizer {self.optimizer!r}. Known: {', '.join(OPTIMIZERS)}."
-            )
+        parse_optimizer(self.optimizer)
         if self.micro_batches < 1:
             raise InputError(f"--micro-batches must be at least 1, got {self.micro_batches}.")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -125,24 +109,18 @@ class PlanRequest:
             )
 
     @classmethod
-    def from_options(
-        cls, options: dict[str, Any], demands: dict[str, Sequence[str]]
-    ) -> PlanRequest:
-        """From command-line options.
-
-        Args:
-            options: Those of `OPTIONS`.
-            demands: Texts of --limit, --pin, --exclude and --batch-dim.
-        """
-        options = {**options, "model": as_file(options["model"])}
-        dims = _pairs(demands["batch_dim"], "--batch-dim", "mask=1 or mask=whole")
-        return cls(
-            **options,
-            batch_dims={name: _dim(name, text) for name, text in dims.items()},
-            limits={**_pairs(demands["limit"], "--limit", "cuda:0=20GiB")},
-            pins=_pairs(demands["pin"], "--pin", "encoder.*=cuda:1"),
-            exclude=tuple(demands["exclude"]),
-        )
+    def from_options(cls, values: dict[str, Any]) -> PlanRequest:
+        """From the values of command-line options."""
+        given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        dims = _pairs(values["batch_dim"], "--batch-dim", "mask=1 or mask=whole")
+        given |= {
+            "model": as_file(values["model"]),
+            "batch_dims": {name: _dim(name, text) for name, text in dims.items()},
+            "limits": _pairs(values["limit"], "--limit", "cuda:0=20GiB"),
+            "pins": _pairs(values["pin"], "--pin", "encoder.*=cuda:1"),
+            "exclude": tuple(values["exclude"]),
+        }
+        return cls(**given)
 
     @classmethod
     def from_plan(cls, plan: Plan, path: Path, given: Given) -> PlanRequest:
@@ -153,52 +131,25 @@ class PlanRequest:
             PlanError: The plan was not made by the command line, or a file it names is gone.
         """
         try:
-            made = msgspec.structs.asdict(msgspec.convert(plan.request, _Made))
+            made = msgspec.convert({**_NOT_SAID, **plan.request}, cls)
+            folder = msgspec.convert(plan.request.get("folder"), str | None)
         except msgspec.ValidationError as error:
             raise PlanError(
                 f"The plan does not say how it was made ({error}). Only plans written by "
                 f"`devplace plan` or `devplace compare` can be used here; make it again."
             ) from error
-        files = PlanFiles(path, made.pop("folder"))
-        made["machine"] = given.machine or files.machine(made["machine"])
+        found = PlanFiles(path, folder)
+        machine = given.machine or found.machine(made.machine)
         if given.model is not None:
-            made["model"] = as_file(given.model)
-        else:
-            made["model"] = files.model(made["model"])
-            require_trust(made["model"], path, given.is_trusted)
-        return cls(**made)
+            return replace(made, machine=machine, model=as_file(given.model))
+        model = found.model(made.model)
+        require_trust(model, path, given.is_trusted)
+        return replace(made, machine=machine, model=model)
 
     def files(self) -> tuple[Path, ...]:
         """The user's files it names: the model's and the machine's."""
         names = (model_file(self.model), self.machine)
         return tuple(Path(name) for name in names if os.path.isfile(name))
-
-    def as_json(self) -> dict[str, Any]:
-        """The part of a plan's request that this record holds."""
-        return {key: getattr(self, key) for key in (*OPTIONS, "batch_dims", "device")}
-
-
-class _Made(msgspec.Struct):
-    """What the command line writes into a plan's request."""
-
-    model: str
-    machine: str
-    size: str
-    batch: int | None
-    micro_batches: int
-    optimizer: str
-    limits: dict[str, int | str]
-    pins: dict[str, str]
-    exclude: tuple[str, ...]
-    device: str = "cpu"
-    objective: str = "latency"
-    stack_gradients: bool = False
-    fuse: bool = False
-    batch_dims: dict[str, int | None] = {}
-    compare_batches: bool = True
-    clip_grad_norm: float | None = None
-    autocast: str | None = None
-    folder: str | None = None
 
 
 def check_output(what: str, output: Path, inputs: Iterable[Path] = ()) -> None:
@@ -249,38 +200,55 @@ class Session:
     problem: Problem
 
 
-def open_session(request: PlanRequest, *, with_values: bool = False) -> Session:
+def open_session(
+    request: PlanRequest, *, with_values: bool = False, confirms: bool = False
+) -> Session:
     """Build the model, capture its training step and price it on the machine.
 
     Args:
         request: What is wanted.
         with_values: Give the model real weights, to run it; else it is on the meta device.
+        confirms: Whether plans are to be run here before one is chosen.
     """
-    from devplace.machine import load_machine
+    from devplace.auto.planning import find_target
 
-    machine = load_machine(request.machine)  # cheap, so wrong names are told before a long capture
-    _check_devices(request, machine)
     if is_imported(request.model):
-        return _open_imported(request, machine, with_values)
-    request = _decided(request, machine)
-    workload, optimizer, graph = _capture(request, "cpu" if with_values else "meta")
-    machine, costs = _priced(request, machine, graph)
-    problem = Problem(
-        graph,
-        machine,
-        costs,
-        limits=request.limits,
-        pins=request.pins,
-        exclude=request.exclude,
+        request = _as_inference(request, with_values or confirms)
+    with working("looking at the machine") as note:
+        target = find_target(
+            request.machine,
+            request.limits,
+            request.pins,
+            request.exclude,
+            uses_cpu=request.uses_cpu,
+            runs=confirms,
+            device=request.device,
+            fuse=request.fuse,
+            tell=note,
+        )
+    stacks = target.fuse if request.stack_gradients is None else request.stack_gradients
+    request = replace(
+        request,
+        device=target.device,
+        fuse=target.fuse,
+        stack_gradients=stacks,
+        exclude=target.exclude,
     )
+    workload = optimizer = None
+    if is_imported(request.model):
+        with working("reading the graph"):
+            graph = _imported(request)
+    else:
+        lies_on = "cpu" if with_values or confirms else "meta"
+        workload, optimizer, graph = _capture(request, target, lies_on)
+    with working("timing ops" if target.device == "cuda" else "pricing ops") as note:
+        problem = target.problem(graph, tell=note)
     return Session(request, workload, optimizer, problem)
 
 
-def _open_imported(request: PlanRequest, machine: Machine, with_values: bool) -> Session:
-    """A graph from a file, priced without running anything."""
-    from devplace.cost.analytic import Analytic
-
-    if with_values:
+def _as_inference(request: PlanRequest, runs: bool) -> PlanRequest:
+    """The request for a graph from a file, without what only training has."""
+    if runs:
         refuse_running(request.model)
     training = {
         "--stack-gradients": request.stack_gradients,
@@ -290,104 +258,28 @@ def _open_imported(request: PlanRequest, machine: Machine, with_values: bool) ->
     for option, given in training.items():
         if given:
             raise InputError(f"{request.model} is an inference. Leave {option} out.")
-    request = replace(request, device="cpu", fuse=bool(request.fuse), stack_gradients=False)
-    with working("reading the graph"):
-        graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
-        if request.fuse:
-            graph = fused_import(request.model, graph, request.pins)
-    problem = Problem(
-        graph,
-        machine,
-        Analytic()(graph, machine),
-        limits=request.limits,
-        pins=request.pins,
-        exclude=request.exclude,
-    )
-    return Session(request, None, None, problem)
+    return replace(request, device="cpu", fuse=bool(request.fuse), stack_gradients=False)
 
 
-def _priced(request: PlanRequest, machine: Machine, graph: OpGraph) -> tuple[Machine, CostTable]:
-    """Machine and costs: measured if its GPUs are in this computer, else the roofline."""
-    if request.device != "cuda":
-        from devplace.cost.analytic import Analytic
-
-        return machine, Analytic()(graph, machine)
-    from devplace.auto.measured_costs import measured_machine, price
-
-    if request.machine == "detect":
-        with working("probing links"):
-            machine = measured_machine(machine)
-    with working("timing ops") as note:
-        return machine, price(graph, machine, request.exclude, tell=note)
+def _imported(request: PlanRequest) -> OpGraph:
+    graph = read_graph(request.model, request.batch, request.micro_batches, request.size)
+    return fused_import(request.model, graph, request.pins) if request.fuse else graph
 
 
-def _decided(request: PlanRequest, machine: Machine) -> PlanRequest:
-    """The request with what it left open."""
-    from devplace.auto.local_devices import fuses
-
-    device = _device(request, machine)
-    fuse = fuses(device) if request.fuse is None else request.fuse
-    stack = fuse if request.stack_gradients is None else request.stack_gradients
-    return replace(request, device=device, fuse=fuse, stack_gradients=stack)
-
-
-def _device(request: PlanRequest, machine: Any) -> str:
-    """For which torch device type the step is captured."""
-    from devplace.auto.local_devices import capture_device
-
-    if not request.device:
-        return capture_device(machine, request.exclude)
-    if request.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise PlanMismatchError(
-                "The plan is of a step captured for CUDA devices, and this computer has none. "
-                "Use it where it was made, or plan again."
-            )
-    return request.device
-
-
-def _check_devices(request: PlanRequest, machine: Any) -> None:
-    from devplace.problem.device_names import resolve_device
-    from devplace.units import parse_size
-
-    for name, value in request.limits.items():
-        resolve_device(machine, name, "--limit")
-        parse_size(value, f"Limit of {name}")
-    for pattern, name in request.pins.items():
-        resolve_device(machine, name, f"--pin {pattern!r}")
-    for name in request.exclude:
-        resolve_device(machine, name, "--exclude")
-
-
-def _capture(request: PlanRequest, device: str) -> tuple[Any, Any, Any]:
+def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, Any, Captured]:
     from devplace import workloads
 
     with prints_on_stderr(), working("loading torch and the model") as note:
         workload = workloads.resolve(
-            request.model, size=request.size, batch=request.batch, device=device
+            request.model, size=request.size, batch=request.batch, device=lies_on
         )
         import torch
 
-        from devplace.step_capture import capture
-
-        optimizers = {
-            "sgd": torch.optim.SGD,
-            "adam": torch.optim.Adam,
-            "adamw": torch.optim.AdamW,
-        }
-        parameters = [p for p in workload.model.parameters() if p.requires_grad]
-        if not parameters:
-            raise InputError(
-                f"Model {request.model!r} has no trainable parameters, so there is no training "
-                f"step to plan. Give a model with parameters that require gradients."
-            )
-        optimizer = optimizers[request.optimizer](parameters, lr=LEARNING_RATE[request.optimizer])
-        note("capturing the training step")
+        optimizer = None if workload.loss_fn is None else _optimizer(request, workload.model)
+        note("capturing the step")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="micro_batches=")  # told below
-            graph = capture(
+            graph = target.capture(
                 workload.model,
                 workload.inputs,
                 workload.loss_fn,
@@ -398,15 +290,9 @@ def _capture(request: PlanRequest, device: str) -> tuple[Any, Any, Any]:
                 clip_grad_norm=request.clip_grad_norm,
                 autocast=getattr(torch, request.autocast) if request.autocast else None,
                 stack_gradients=request.stack_gradients,
-                fuse=bool(request.fuse),
                 name=request.model,
-                device=request.device,
                 progress=lambda stage, count: note(f"{stage}: {count} nodes"),
             )
-        if request.fuse:
-            from devplace.graph.fusion import fuse_for
-
-            graph = fuse_for(graph, request.pins)
     if graph.meta.get("unchecked"):
         print(
             f"devplace: note: micro-batches were not compared with the whole batch: "
@@ -414,6 +300,17 @@ def _capture(request: PlanRequest, device: str) -> tuple[Any, Any, Any]:
             file=sys.stderr,
         )
     return workload, optimizer, graph
+
+
+def _optimizer(request: PlanRequest, model: Any) -> Any:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError(
+            f"Model {request.model!r} has no trainable parameters, so there is no training "
+            f"step to plan. Give a model with parameters that require gradients, or return "
+            f"(model, inputs) without a loss function to plan an inference."
+        )
+    return make_optimizer(request.optimizer, parameters)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from devplace.cli.measured_file import load_measured, measured_path
-from devplace.cli.session import Given, check_output, refuse_overwriting, reopen
+from devplace.cli.session import Given, check_output, refuse_overwriting, reopen, working
 from devplace.errors import InputError, WriteError
 from devplace.files import write_whole
 from devplace.graph import Captured
@@ -76,13 +76,17 @@ def trace(path: Path, output: Path, given: Given, with_deviations: bool) -> Trac
 
     graph = session.problem.graph
     transfers: Sequence[Any] = ()  # those of a graph that can be run
-    if isinstance(graph, Captured):
-        transfers = make_schedule(graph, plan.placement, plan.order, plan.device_names).transfers
-    timeline = plan.timeline(session.problem)
-    data = report.chrome_trace(timeline, measured, transfers)
-    try:
-        write_whole(output, msgspec.json.encode(data))
-    except OSError as error:
-        raise WriteError(f"Cannot write {output}: {error.strerror}. Check the folder.") from error
+    with working("writing the trace"):
+        if isinstance(graph, Captured):
+            schedule = make_schedule(graph, plan.placement, plan.order, plan.device_names)
+            transfers = schedule.transfers
+        timeline = plan.timeline(session.problem)
+        data = report.chrome_trace(timeline, measured, transfers)
+        try:
+            write_whole(output, msgspec.json.encode(data))
+        except OSError as error:
+            raise WriteError(
+                f"Cannot write {output}: {error.strerror}. Check the folder."
+            ) from error
     found = report.deviations(timeline, measured, transfers) if with_deviations else None
     return TraceOutcome(output, len(data["traceEvents"]), measured is not None, found)

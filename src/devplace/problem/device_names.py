@@ -47,8 +47,8 @@ def without_memory(machine: Machine, limits: Mapping[str, int | str]) -> tuple[s
         ProblemError, InputError: No dictionary, no such device, or no size.
     """
     require_mapping("limits", limits)
-    return tuple(
-        resolve_device(machine, name, "limits")
+    sizes = [
+        (resolve_device(machine, name, "limits"), parse_size(value, f"Limit of {name}"))
         for name, value in limits.items()
-        if parse_size(value, f"Limit of {name}") == 0
-    )
+    ]
+    return tuple(name for name, size in sizes if size == 0)

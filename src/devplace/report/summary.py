@@ -176,6 +176,8 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
     ]
     if isinstance(result, ThroughputResult):
         lines = load_rows(result, single)
+    is_analytic = problem.costs.origin == "analytic"
+    lines.append(("costs", "analytic: no op was timed" if is_analytic else problem.costs.origin))
     streams = problem.core.wires.streams
     for d in devices_in_use(timeline):
         whole = max(1, timeline.makespan_ns * int(streams[d]))

@@ -71,7 +71,7 @@ def comparison_table(
     unit = _unit(max((int(r.timeline.peak_bytes.max()) for r in found), default=0))
     title = f"{problem.graph.name} on {problem.machine.name}"
     table = _table(title)
-    table.add_column("planner", overflow="fold")
+    table.add_column("placer", overflow="fold")
     loads = [r for r in found if isinstance(r, ThroughputResult)]
     if loads:
         table.add_column("max load", justify="right", no_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from devplace.errors import InputError, PlanMismatchError
@@ -21,7 +21,7 @@ _MADE_FOR = (
 
 
 def compile(
-    captured: Captured | Callable[..., Any],
+    captured: Captured,
     plan: Plan,
     *,
     model: Any = None,
@@ -34,8 +34,7 @@ def compile(
 
     Args:
         captured: The step that was planned, of `capture`; for a plan from a file, captured again in
-            the same way. Fused groups are parted around the pins of the plan. With a plan that was
-            made in this process its model does as well.
+            the same way. Fused groups are parted around the pins of the plan.
         plan: The plan.
         model, optimizer: In place of those that were captured, and just like them; the optimizer's
             present learning rates are used at every step.
@@ -52,9 +51,9 @@ def compile(
         InputError: No plan, or no captured step.
     """
     _check_plan(plan)
-    found, own_model = _matching(captured, plan, "To compile a plan")
+    found = _matching(captured, plan, "To compile a plan")
     return compile_step(
-        own_model if model is None else model,
+        found.model if model is None else model,
         found.optimizer if optimizer is None else optimizer,
         found,
         plan.placement,
@@ -68,7 +67,7 @@ def compile(
 
 
 def check(
-    captured: Captured | Callable[..., Any],
+    captured: Captured,
     plan: Plan,
     inputs: Any,
     *,
@@ -91,10 +90,10 @@ def check(
         PlanMismatchError: The step is not the plan's.
     """
     _check_plan(plan)
-    found, own_model = _matching(captured, plan, "To check a plan")
+    found = _matching(captured, plan, "To check a plan")
     return check_step(
         found,
-        own_model if model is None else model,
+        found.model if model is None else model,
         found.optimizer if optimizer is None else optimizer,
         inputs,
         plan.placement,
@@ -106,15 +105,11 @@ def check(
     )
 
 
-def _matching(given: Any, plan: Plan, purpose: str) -> tuple[Captured, Any]:
-    """The captured step, fused around the pins of the plan, which must be made for it; and its
-    model, or the one that was given instead."""
-    own = plan.problem.graph if plan.problem is not None else None
-    is_model = isinstance(own, Captured) and not isinstance(given, OpGraph) and callable(given)
-    captured = as_captured(own if is_model and own is not None else given, purpose)
-    found = fuse_for(captured, plan.request.get("pins", {}))
+def _matching(captured: OpGraph, plan: Plan, purpose: str) -> Captured:
+    """The captured step, fused around the pins of the plan, which must be made for it."""
+    found = fuse_for(as_captured(captured, purpose), plan.request.get("pins", {}))
     check_graph(plan, found)
-    return found, given if is_model else found.model
+    return found
 
 
 def check_graph(plan: Plan, graph: OpGraph) -> None:

@@ -21,7 +21,7 @@ from devplace.workloads.workload import Workload, check_batch, check_size
 _KEYWORDS = ("size", "batch", "device")
 _RETURNS = (
     "Return (model, inputs, loss_fn): a torch.nn.Module, a tuple of tensors (or a dict of keyword "
-    "inputs), a function."
+    "inputs), a function; or (model, inputs) for an inference."
 )
 
 
@@ -34,7 +34,8 @@ def load(
 ) -> Workload:
     """Build a workload with a function of the user's.
 
-    The function returns `(model, inputs, loss_fn)` with `loss_fn(model, *inputs)` the scalar loss.
+    The function returns `(model, inputs, loss_fn)` with `loss_fn(model, *inputs)` the scalar loss,
+    or `(model, inputs)` for an inference.
     It may take any of the keywords `size`, `batch`, `device`. If it takes no `device` and `meta` is
     asked for, it is called so that what it makes takes no memory; where that cannot work (it reads
     values, say) it is called once more on the CPU. The file's folder is put on `sys.path`, as
@@ -72,6 +73,21 @@ def load(
     with _own_arguments(path):
         result = _call(function, keywords, path, seed, target.type, "device" in taken)
     return _checked(spec, result, target)
+
+
+def made_by(spec: str) -> Any:
+    """What a function of the user's, or a class, gives when called without arguments.
+
+    Args:
+        spec: As for `load`.
+
+    Raises:
+        InputError: File or function is missing, or its code raises.
+    """
+    path, function_name = _split(spec)
+    with _own_arguments(path):
+        function = _function(_import(path), path, function_name)
+        return _call(function, {}, path, 0, "cpu", False)
 
 
 def _split(spec: str) -> tuple[Path, str]:
@@ -285,9 +301,11 @@ def _checked(spec: str, result: Any, target: Any) -> Workload:
 
     if isinstance(result, Workload):
         result = (result.model, result.inputs, result.loss_fn)
+    if isinstance(result, tuple) and len(result) == 2:
+        result = (*result, None)
     if not isinstance(result, tuple) or len(result) != 3:
         shape = f"a tuple of {len(result)}" if isinstance(result, tuple) else _kind(result)
-        raise InputError(f"{spec} returned {shape}, expected 3 values. {_RETURNS}")
+        raise InputError(f"{spec} returned {shape}, expected 2 or 3 values. {_RETURNS}")
     model, inputs, loss_fn = result
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"{spec} returned {_kind(model)} as the model. {_RETURNS}")
@@ -296,7 +314,7 @@ def _checked(spec: str, result: Any, target: Any) -> Workload:
     if isinstance(inputs, dict) and not all(isinstance(key, str) for key in inputs):
         key = next(key for key in inputs if not isinstance(key, str))
         raise InputError(f"{spec} returned inputs with the key {key!r}, expected texts. {_RETURNS}")
-    if not callable(loss_fn):
+    if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"{spec} returned {_kind(loss_fn)} as the loss function. {_RETURNS}")
     if target.type != "meta" and "meta" in devices_of(model, inputs):
         raise InputError(

@@ -16,20 +16,21 @@ SIZES = ("full", "small")
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model with one batch and its loss: all that is needed to capture a training step.
+    """A model with one batch and its loss: all that is needed to capture a step.
 
     Attributes:
         name: As given on the command line (`resnet-50`, `train.py:build`).
         model: `torch.nn.Module`, in training mode if built in; as its author left it otherwise.
         inputs: Everything one step consumes, targets included; the first dimension is the batch.
             A user's workload may have a dict instead, of keyword inputs.
-        loss_fn: `loss_fn(model, *inputs)` (or `**inputs`) gives the scalar loss.
+        loss_fn: `loss_fn(model, *inputs)` (or `**inputs`) gives the scalar loss; None: the step is
+            an inference, `model(*inputs)`.
     """
 
     name: str
     model: torch.nn.Module
     inputs: Any
-    loss_fn: Callable[..., torch.Tensor]
+    loss_fn: Callable[..., torch.Tensor] | None
 
 
 def check_size(size: str) -> None:

@@ -1,0 +1,69 @@
+"""Optimizers as texts: `sgd`, or with options `adamw:lr=1e-3,betas=(0.9,0.95)`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from devplace.errors import InputError, did_you_mean
+
+CLASSES = (
+    *("SGD", "Adam", "AdamW", "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop"),
+)
+"""Of `torch.optim`, those that capture takes."""
+_BY_NAME = {name.lower(): name for name in CLASSES}
+_DEFAULTS: dict[str, dict[str, Any]] = {"sgd": {"lr": 0.01}}
+
+
+def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options.
+
+    Raises:
+        InputError: No such optimizer, or options that are not `name=value` with plain values.
+
+    Example:
+        >>> parse_optimizer("adamw:lr=1e-3,betas=(0.9,0.95)")
+        ('adamw', {'lr': 0.001, 'betas': (0.9, 0.95)})
+    """
+    name, _, options = text.partition(":")
+    if name not in _BY_NAME:
+        raise InputError(
+            f"Unknown optimizer {name!r}.{did_you_mean(name, _BY_NAME)} "
+            f"Known: {', '.join(_BY_NAME)}."
+        )
+    try:
+        call = ast.parse(f"_({options})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        pairs = [(pair.arg, ast.literal_eval(pair.value)) for pair in call.keywords]
+        values = {key: value for key, value in pairs if key is not None}
+        if len(values) < len(pairs):
+            raise ValueError
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise InputError(
+            f"--optimizer must look like adamw:lr=1e-3,weight_decay=0.1, got {text!r}."
+        ) from None
+    return name, {**_DEFAULTS.get(name, {}), **values}
+
+
+def make_optimizer(text: str, parameters: Sequence[Any]) -> Any:
+    """The optimizer over these parameters.
+
+    Raises:
+        InputError: As `parse_optimizer`; or torch has no such optimizer, or refuses an option.
+    """
+    import torch
+
+    name, options = parse_optimizer(text)
+    made = getattr(torch.optim, _BY_NAME[name], None)
+    if made is None:
+        raise InputError(f"torch {torch.__version__} has no optimizer {_BY_NAME[name]}.")
+    try:
+        return made(parameters, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"torch.optim.{made.__name__} does not take --optimizer {text}: {reason}."
+        ) from error
