@@ -2,11 +2,17 @@
 
 Workloads and numbers of devices are those of the papers (Mirhoseini et al. 2018, table 1; Lan et
 al. 2021, as in its authors' slides), on the `k40` machines with analytic costs; the rows of Mars
-have a memory limit that one GPU does not keep. Writes docs/results/published_tables.json after each
-run; a run that is in the file already is not done again. Tables and pictures are made from it by
-`tables.py`. Run:
+have a memory limit that one GPU does not keep. Beside each system are random sampling and a climber
+that place the same groups on the same devices (`random-64` and `climb-64`: the groups of most
+systems; `random-all` and `climb-all`: every colocation group, as HDP), and systems with the
+settings that were published (`STRICT`).
+
+Writes docs/results/published_tables.json after each run, which has the number of the machine,
+versions and commit that it was made with. A run that is in the file already is not done again; with
+`--again` it is, and kept under `repeated` beside the first. Tables and pictures are made from the
+file by `tables.py`. Run:
 `python experiments/published_tables.py [--budget 2400ev] [--seeds 0,1,2,3,4] [--workers 2]
-[--rows nmt-4,gnmt-4] [--placers post,mars]`.
+[--rows nmt-4,gnmt-4] [--placers post,mars] [--graphs FOLDER] [--again]`.
 """
 
 from __future__ import annotations
@@ -30,6 +36,10 @@ from devplace import placers
 from devplace.cost.analytic import Analytic
 from devplace.graph import serialize
 from devplace.machine import load_machine
+from devplace.placers.rl.grouping import at_most
+from devplace.placers.rl.hdp import Hdp
+from devplace.placers.rl.mars import Mars
+from devplace.placers.rl.placeto import Placeto
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
 
@@ -68,6 +78,49 @@ SYSTEMS = ("colocrl", "hdp", "spotlight", "post", "mars")
 VARIANTS = ("mars-no-pretraining", "grouper-placer", "encoder-placer")
 PARTS = ("post-ce", "post-ppo", "post-pg", "hdp-no-grouping", "hdp-random-grouping", "placeto")
 PARTS_ROWS = ("nmt-4", "gnmt-4")
+GROUPS = 64
+"""Most groups of all systems but HDP."""
+PLAIN: dict[str, placers.Placer] = {
+    "random-64": placers.Random("random-64", GROUPS),
+    "random-all": placers.Random("random-all"),
+    "climb-64": placers.Climb("climb-64", GROUPS),
+    "climb-all": placers.Climb("climb-all", 0),
+}
+OTHER_RULES: dict[str, placers.Placer] = {
+    "climb-64-constant": placers.Climb("climb-64-constant", GROUPS, "constant"),
+    "climb-64-per-gb": placers.Climb("climb-64-per-gb", GROUPS, "per GB"),
+    "climb-all-constant": placers.Climb("climb-all-constant", 0, "constant"),
+}
+"""The climber with the other memory rules of the systems, on rows where a limit binds."""
+STRICT: dict[str, placers.Placer] = {
+    "hdp-strict": Hdp(
+        "hdp-strict",
+        learning_rate=0.1,
+        temperature=10.0,
+        noise=0.5,
+        grouper_gain=1.0,
+        baseline_decay=0.9,
+        entropy_weight=0.0,
+        failing_s=100.0,
+    ),
+    "placeto-per-step": Placeto("placeto-per-step", reward="improvement"),
+    "placeto-strict": Placeto(
+        "placeto-strict",
+        reward="improvement",
+        learning_rate=1e-3,
+        last_learning_rate=1e-4,
+        entropy_weight=1.0,
+    ),
+    "mars-every-op": Mars("mars-every-op", groups=0, segment=128),
+}
+"""Systems with what is published of their settings in place of what was tuned here."""
+STRICT_ROWS = {
+    "hdp-strict": ("rnnlm", "nmt-2", "nmt-4"),
+    "placeto-per-step": PARTS_ROWS,
+    "placeto-strict": PARTS_ROWS,
+    "mars-every-op": ("inception-v3",),
+}
+KINDS = PLAIN | OTHER_RULES | STRICT
 
 
 @dataclass(frozen=True)
@@ -88,8 +141,10 @@ class Job:
 def jobs(rows: list[Row], names: list[str] | None, seeds: list[int], budget: str) -> Iterator[Job]:
     """All runs: those without randomness once, parts of systems on some rows."""
     for row in rows:
-        wanted = [*FIXED, "search", "random", *SYSTEMS, *VARIANTS]
+        wanted = [*FIXED, "search", *PLAIN, *SYSTEMS, *VARIANTS]
         wanted += PARTS if row.workload in PARTS_ROWS else ()
+        wanted += OTHER_RULES if row.limit else ()
+        wanted += [name for name, where in STRICT_ROWS.items() if row.workload in where]
         for name in wanted:
             if names is None or name in names:
                 for seed in seeds[:1] if name in FIXED else seeds:
@@ -97,8 +152,10 @@ def jobs(rows: list[Row], names: list[str] | None, seeds: list[int], budget: str
 
 
 def save_graph(workload: str, folder: str) -> None:
-    """Capture a workload's step into `folder`."""
-    Path(folder, f"{workload}.json").write_bytes(serialize.to_json(capture_workload(workload)))
+    """Capture a workload's step into `folder`, unless it is there."""
+    path = Path(folder, f"{workload}.json")
+    if not path.exists():
+        path.write_bytes(serialize.to_json(capture_workload(workload)))
 
 
 @cache
@@ -115,6 +172,17 @@ def problem_of(row: Row, folder: str) -> Problem:
 def bound_of(row: Row, folder: str) -> Any:
     """Lower bounds of a row."""
     return lower_bound(problem_of(row, folder))
+
+
+def space_of(row: Row, folder: str) -> dict[str, int]:
+    """How much there is to decide: ops, colocation groups, groups of most systems, devices."""
+    problem = problem_of(row, folder)
+    return {
+        "ops": len(problem.graph.ops),
+        "colocation_groups": problem.core.tasks.num_groups,
+        "groups": at_most(problem, GROUPS).num_groups,
+        "devices": len(problem.usable_devices),
+    }
 
 
 def cost(job: Job) -> int:
@@ -134,7 +202,7 @@ def run(job: Job, folder: str) -> dict[str, Any]:
         problem = replace(problem, exclude=others)
         placer: placers.Placer = placers.Single()
     else:
-        placer = placers.by_name(job.placer)
+        placer = KINDS.get(job.placer) or placers.by_name(job.placer)
     bound, begin = bound_of(job.row, folder), time.process_time()
     result = placers.place(
         problem,
@@ -161,10 +229,11 @@ def run(job: Job, folder: str) -> dict[str, Any]:
     }
 
 
-def done_before() -> list[dict[str, Any]]:
-    """Rows that the result file has."""
+def done_before() -> dict[str, Any]:
+    """The result file, or the start of one."""
     path = RESULTS / f"{NAME}.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return {"runs": [], "budget": 2400, "problems": [], "rows": [], "repeated": []} | found
 
 
 def main() -> None:
@@ -175,32 +244,43 @@ def main() -> None:
     parser.add_argument("--rows", help="workloads, all by default")
     parser.add_argument("--placers", help="all by default")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--graphs", help="folder of captured graphs; what it lacks is captured")
+    parser.add_argument("--again", action="store_true", help="repeat runs that are in the file")
     options = parser.parse_args()
     chosen = options.rows.split(",") if options.rows else [row.workload for row in ROWS]
     rows = [row for row in ROWS if row.workload in chosen]
     names = options.placers.split(",") if options.placers else None
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    data: dict[str, Any] = {
-        "provenance": provenance(),
-        "budget": int(options.budget.removesuffix("ev")),
-        "problems": [asdict(row) for row in ROWS],
-        "rows": done_before(),
-    }
+    data = done_before()
+    made = provenance()
+    if made not in data["runs"]:
+        data["runs"].append(made)
+    into = "repeated" if options.again else "rows"
     known = {
         tuple(row[name] for name in ("workload", "machine", "placer", "seed", "budget"))
-        for row in data["rows"]
+        for row in data[into]
     }
     wanted = jobs(rows, names, seeds, options.budget)
     todo = sorted((job for job in wanted if job.key not in known), key=lambda job: -cost(job))
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as temporary,
         ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
     ):
+        folder = options.graphs or temporary
         workloads = dict.fromkeys(job.row.workload for job in todo)
         for captured in [pool.submit(save_graph, name, folder) for name in workloads]:
             captured.result()
+        here = [row for row in ROWS if row.workload in workloads]
+        spaces = [pool.submit(space_of, row, folder) for row in here]
+        told = {row: space.result() for row, space in zip(here, spaces, strict=True)}
+        kept = {(one["workload"], one["machine"]): one for one in data["problems"]}
+        data["problems"] = [
+            kept.get((row.workload, row.machine), {}) | asdict(row) | told.get(row, {})
+            for row in ROWS
+        ]
         for ended in as_completed([pool.submit(run, job, folder) for job in todo]):
-            data["rows"].append(row := ended.result())
+            row = ended.result() | {"run": data["runs"].index(made)}
+            data[into].append(row)
             write(NAME, data)
             shown = {k: row[k] for k in ("workload", "machine", "placer", "seed", "cpu_s")}
             print(f"{row['step_ns'] / 1e6:.2f} ms", shown, flush=True)

@@ -24,12 +24,13 @@ from devplace.placers.partitioners.scotch import Scotch, ScotchRepaired
 from devplace.placers.place import OBJECTIVES, place
 from devplace.placers.placer import Placer
 from devplace.placers.result import Result
+from devplace.placers.sampling.climb import Climb
+from devplace.placers.sampling.random import Random
 from devplace.placers.simple.data_parallel import DataParallel
 from devplace.placers.simple.even import Even, Topo
 from devplace.placers.simple.expert import Expert
 from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
-from devplace.placers.simple.random import Random
 from devplace.placers.simple.single import Cpu, Single
 from devplace.placers.throughput_placing import ThroughputResult
 
@@ -68,6 +69,7 @@ PLAIN: tuple[type[Placer], ...] = (
     MinCut,
     MinCutRepaired,
     Random,
+    Climb,
     Search,
     Exact,
 )
@@ -101,6 +103,7 @@ __all__ = [
     "ONLY_THROUGHPUT",
     "PLAIN",
     "Budget",
+    "Climb",
     "ColocRl",
     "Contiguous",
     "Cpu",

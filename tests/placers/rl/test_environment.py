@@ -7,11 +7,10 @@ import pytest
 from tests.placers.rl.cases import all_actions, environment, three_ops
 
 from devplace.errors import InputError
-from devplace.placers import Budget, Evaluator, place
+from devplace.placers import Budget, Evaluator, Random, place
 from devplace.placers.local_search.search import Search
 from devplace.placers.rl.environment import Environment
 from devplace.placers.rl.grouping import Grouping
-from devplace.placers.simple.random import Random
 from devplace.problem import Placement
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem

@@ -25,7 +25,8 @@ Differs from the paper in:
   without it the policy collapses within a few hundred samples, even on three ops, as all groups
   share its weights. For the same reason the moving average is short: one that lags rewards whatever
   was drawn.
-- `memory = "hard"` has failures cost more than all that fit (`costs.HardLimit`) and count always.
+- `memory = "hard"` has failures cost more than all that fit (`penalties.HardLimit`) and count
+  always.
 """
 
 from __future__ import annotations

@@ -81,6 +81,11 @@ def colocation(problem: Problem) -> Grouping:
     return Grouping(problem, renumbered(problem, np.arange(problem.core.tasks.num_groups)))
 
 
+def at_most(problem: Problem, most: int) -> Grouping:
+    """`colocated` with at most so many groups; 0: every colocation group by itself."""
+    return colocated(problem, most) if most else colocation(problem)
+
+
 def colocated(problem: Problem, most: int = 64) -> Grouping:
     """Groups by the co-location heuristics of ColocRL, as far as needed for at most `most`.
 

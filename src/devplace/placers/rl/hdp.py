@@ -47,7 +47,8 @@ Differs from paper and code in:
 - The baseline begins at the first rewards, not at the failing signal. Placements are drawn to the
   end; the code repeats one after 500 steps. Blocks of a group's embedding are scaled one by one
   (`features.group_features`).
-- `memory = "hard"` has failures cost more than all that fit (`costs.HardLimit`) and count always.
+- `memory = "hard"` has failures cost more than all that fit (`penalties.HardLimit`) and count
+  always.
 
 The paper's ablations: `HdpNoGrouping`, a feed-forward network that gives each op a device by
 itself, and `HdpRandomGrouping`, the Placer over groups drawn once.

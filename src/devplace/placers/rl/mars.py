@@ -26,8 +26,9 @@ Differs from the paper in, or chosen where nothing is known:
   state of the group that it places.
 - The share each decision has in a placement is its own ratio r_nm, not their product, which over
   hundreds of groups is clipped at once.
-- Memory: `hard` has what does not fit cost more than all that fits (`costs.HardLimit`); `published`
-  is the rule of HDP, the line that Mars comes from: a failing placement counts as `failing_s`.
+- Memory: `hard` has what does not fit cost more than all that fits (`penalties.HardLimit`);
+  `published` is the rule of HDP, the line that Mars comes from: a failing placement counts as
+  `failing_s`.
 
 `MarsNoPretraining` is the same without DGI. The other rows of the slides' table, learned by the
 same loop, are in `encoder_placer` and `grouper_placer`.
@@ -48,7 +49,7 @@ from devplace.placers.rl.advantages import scaled
 from devplace.placers.rl.dgi import Discriminator, pretrain
 from devplace.placers.rl.encoders import GcnEncoder, NodeGraph, node_graph
 from devplace.placers.rl.environment import Environment, nothing_to_place
-from devplace.placers.rl.grouping import colocated, colocation
+from devplace.placers.rl.grouping import at_most
 from devplace.placers.rl.losses import approximate_kl, ppo_clip
 from devplace.placers.rl.options import TrainingOptions, check_settings
 from devplace.placers.rl.penalties import MovingAverage, failing_signal, memory_rule, sqrt_reward
@@ -139,8 +140,7 @@ class Mars:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Learn until the budget is spent; gives the best placement seen."""
-        grouping = colocated(problem, self.groups) if self.groups else colocation(problem)
-        environment = Environment(evaluate, grouping)
+        environment = Environment(evaluate, at_most(problem, self.groups))
         with Training(self, environment, rng) as training:
             return self._learn(environment, training)
 

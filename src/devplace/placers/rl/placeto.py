@@ -35,7 +35,7 @@ Differs from the released code in:
 - Start times are no feature: the evaluator, which may measure, gives step times only.
 - Groups come from `grouping.colocated`; a step that changes nothing is not evaluated again.
 - Rates fall over `decay_evaluations` evaluations instead of a number of episodes.
-- `memory = "hard"` has what does not fit cost more than all that fits (`costs.HardLimit`).
+- `memory = "hard"` has what does not fit cost more than all that fits (`penalties.HardLimit`).
 
 Curves tell of the placements at the ends of episodes, which are what the policy proposes.
 """

@@ -23,8 +23,8 @@ Differs from the paper in:
 - The advantage A is a reward -sqrt(step) less the mean of the K samples, scaled to unit deviation
   over them. The paper's is not known. The moving average of rewards is for the curves alone.
 - Groups come from `grouping.colocated`, at most `groups` of them.
-- Memory: a placement that does not fit costs more than all that fit (`costs.HardLimit`); the paper
-  has no rule for these.
+- Memory: a placement that does not fit costs more than all that fit (`penalties.HardLimit`); the
+  paper has no rule for these.
 - Elites are those of the last N samples and of these only, as in the paper; so the distribution may
   get worse. The best placement seen is returned.
 

@@ -24,7 +24,7 @@ Differs from the paper in:
 - Groups come from `grouping.colocated`, at most `groups` of them.
 - A bonus keeps the entropy up (`entropy_weight`), as all groups share the policy's weights.
 - Memory: the paper has no rule for placements that fail. `published` gives them a constant step
-  time, as ColocRL does; `hard` has them cost more than all that fit (`costs.HardLimit`).
+  time, as ColocRL does; `hard` has them cost more than all that fit (`penalties.HardLimit`).
 """
 
 from __future__ import annotations

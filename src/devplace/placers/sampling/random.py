@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import legal, op_devices
 from devplace.placers.counted_simulator import Evaluator
+from devplace.placers.rl.environment import Environment
+from devplace.placers.rl.grouping import at_most
+from devplace.placers.rl.options import check_settings
 from devplace.problem import Placement, Problem
 
 
@@ -16,13 +18,19 @@ class Random:
     """The best of as many uniformly random placements as the budget allows.
 
     Attributes:
+        groups: Most groups that are placed, those of the systems that learn; 0: every colocation
+            group by itself.
         batch: Placements simulated at once.
         most: Placements tried when the budget sets no limit.
     """
 
     name: str = "random"
+    groups: int = 0
     batch: int = 8
     most: int = 1000
+
+    def __post_init__(self) -> None:
+        check_settings(self, zero=("groups",))
 
     def supports(self, problem: Problem) -> str:
         """Always."""
@@ -31,19 +39,13 @@ class Random:
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
-        """Draw a usable device for every colocation group."""
-        tasks = problem.core.tasks
-        best_key: tuple[int, int] | None = None
-        best = np.zeros(tasks.num_groups, np.int32)
+        """Draw a usable device for every group."""
+        environment = Environment(evaluate, at_most(problem, self.groups))
         limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
         for _ in range(10**9 if limited else self.most // self.batch):
-            wish = rng.choice(np.array(problem.usable_devices), (self.batch, tasks.num_groups))
-            groups = np.stack([legal(problem, row.astype(np.int32)) for row in wish])
-            step, overflow = evaluate.batch(groups[:, tasks.group])
-            for row in range(self.batch):
-                key = (int(overflow[row]), int(step[row]))
-                if best_key is None or key < best_key:
-                    best_key, best = key, groups[row]
-            if evaluate.exhausted:
+            count = environment.room(self.batch)
+            if not count:
                 break
-        return Placement(op_devices(problem, best))
+            size = count, environment.num_groups
+            environment(rng.integers(environment.num_actions, size=size))
+        return environment.best()

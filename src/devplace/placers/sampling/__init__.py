@@ -1,0 +1,1 @@
+"""Placers that learn nothing, with the groups, devices and rules of those that learn."""
