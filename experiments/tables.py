@@ -10,7 +10,6 @@ from typing import Any
 import equal_tables
 import fused_tables
 import gpu_tables
-import learned_tables
 import published_pages
 import search_tables
 from common import RESULTS
@@ -124,11 +123,6 @@ def scaling(data: dict[str, Any]) -> str:
     return search_tables.scaling(data, provenance_line(data["provenance"]))
 
 
-def generalisation(data: dict[str, Any]) -> str:
-    """See `learned_tables`."""
-    return learned_tables.generalisation(data, provenance_line(data["provenance"]))
-
-
 def published_tables(data: dict[str, Any]) -> str:
     """See `published_pages`; writes the pictures too."""
     for name, picture in published_pages.pictures(data).items():
@@ -145,7 +139,6 @@ TABLES = {
     "published_tables": published_tables,
     "ablation": ablation,
     "equal_budget": equal_budget,
-    "generalisation": generalisation,
     "scaling": scaling,
     "stacked": stacked,
     "fused_planning": fused_planning,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import tempfile
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import devplace as dp
 from devplace.bench.best_known import FILE, load_best_known
@@ -27,7 +25,6 @@ from devplace.instances import load_instance
 from devplace.kernels.store import KernelStore
 from devplace.machine import toml
 from devplace.placers import Budget, PostPpo
-from devplace.placers.rl import saved_weights
 from devplace.placers.rl.curves import Curves
 from devplace.placers.rl.options import TrainingOptions
 from devplace.placers.rl.training import Training
@@ -137,20 +134,6 @@ def _read_best_known(path: Path) -> None:
     load_best_known(path)
 
 
-def _weights() -> bytes:
-    network = torch.nn.Linear(3, 2)
-    buffer = io.BytesIO()
-    arrays = {name: value.detach().numpy() for name, value in network.state_dict().items()}
-    np.savez(buffer, record=np.array('{"seed": 0}'), **arrays)
-    return buffer.getvalue()
-
-
-def _read_weights(path: Path) -> None:
-    network = torch.nn.Linear(3, 2)
-    saved_weights.load_into(network, path)
-    assert all(bool(value.isfinite().all()) for value in network.state_dict().values())
-
-
 def _read_curves(path: Path) -> None:
     curves = Curves(path.parent, 2)
     curves.add({"evaluations": 60, "seconds": 1.5, "best_ns": None})
@@ -242,7 +225,6 @@ def all_readers(folder: Path) -> list[Reader]:
             for name, text in formats.items()
         ),
         Reader("best-known", (FILE.read_bytes()[:3000] + b"]",), "known.json", _read_best_known),
-        Reader("weights", (_weights(),), "w.npz", _read_weights),
         Reader("curves", (curves,), "curves.csv", _read_curves),
         Reader("checkpoint", (_checkpoint(folder),), "checkpoint", _read_checkpoint),
         Reader("timings", (_timings(folder),), "t.sqlite", _read_timings),
@@ -253,5 +235,5 @@ def all_readers(folder: Path) -> list[Reader]:
 
 NAMES = (
     *("machine", "graph", "plan", "measured", "tarnawski", "piper", "pipedream", "doppler"),
-    *("best-known", "weights", "curves", "checkpoint", "timings", "kernel", "budget"),
+    *("best-known", "curves", "checkpoint", "timings", "kernel", "budget"),
 )

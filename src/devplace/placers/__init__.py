@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from devplace.placers.rl.encoder_placer import EncoderPlacer
     from devplace.placers.rl.grouper_placer import GrouperPlacer
     from devplace.placers.rl.hdp import Hdp, HdpNoGrouping, HdpRandomGrouping
-    from devplace.placers.rl.learned import Learned
     from devplace.placers.rl.mars import Mars, MarsNoPretraining
     from devplace.placers.rl.options import TrainingOptions
     from devplace.placers.rl.placeto import Placeto
@@ -84,7 +83,6 @@ LEARNING = {
     "hdp-no-grouping": ("hdp", "HdpNoGrouping"),
     "hdp-random-grouping": ("hdp", "HdpRandomGrouping"),
     "spotlight": ("spotlight", "Spotlight"),
-    "learned": ("learned", "Learned"),
     "post": ("post", "Post"),
     "post-ce": ("post", "PostCe"),
     "post-ppo": ("post", "PostPpo"),
@@ -121,7 +119,6 @@ __all__ = [
     "HdpRandomGrouping",
     "Heft",
     "Layers",
-    "Learned",
     "MEtf",
     "MSct",
     "MTopo",

@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.placers.rl.cases import layered, three_ops
+from tests.placers.rl.cases import three_ops
 from tests.strategies import random_problem
 
 from devplace.placers.rl import features
 from devplace.placers.rl.grouping import (
     Grouping,
-    by_module,
     colocated,
     colocation,
     joined,
-    random_groups,
     task_edges,
 )
 from devplace.problem import Problem
@@ -61,16 +59,9 @@ def test_groups_are_capped() -> None:
     """Never more than asked for, down to one; every group has members."""
     problem = unrolled()
     for most in (8, 5, 3, 2, 1):
-        for grouping in (colocated(problem, most), by_module(problem, most)):
-            assert 1 <= grouping.num_groups <= most
-            assert set(grouping.of_colocation.tolist()) == set(range(grouping.num_groups))
-
-
-def test_modules_stay_whole() -> None:
-    """By module: all steps of a cell are one group, weight gradient and update another."""
-    found = groups_by_name(by_module(unrolled(), 10))
-    assert len({found[f"t{step}0"] for step in range(3)}) == 1
-    assert found["t00"] != found["t01"]
+        grouping = colocated(problem, most)
+        assert 1 <= grouping.num_groups <= most
+        assert set(grouping.of_colocation.tolist()) == set(range(grouping.num_groups))
 
 
 def test_joining_keeps_together_what_exchanges_most() -> None:
@@ -93,12 +84,7 @@ def test_any_problem_is_grouped(seed: int, most: int) -> None:
     """Numbered by first task, within the cap, the same each time; expanded placements are legal."""
     problem = random_problem(seed, 25, 3)
     rng = np.random.default_rng(seed)
-    for grouping in (
-        colocation(problem),
-        colocated(problem, most),
-        by_module(problem, most),
-        random_groups(problem, most, rng),
-    ):
+    for grouping in (colocation(problem), colocated(problem, most)):
         firsts = [int((grouping.of_task == g).argmax()) for g in range(grouping.num_groups)]
         assert firsts == sorted(firsts)
         devices = rng.integers(0, 3, (2, grouping.num_groups)).astype(np.int32)
@@ -108,12 +94,6 @@ def test_any_problem_is_grouped(seed: int, most: int) -> None:
     assert colocated(problem, most).num_groups <= most
     again = colocated(problem, most).of_colocation
     assert again.tolist() == colocated(problem, most).of_colocation.tolist()
-
-
-def test_random_groups_use_what_they_may() -> None:
-    """Every number of groups is possible, none beyond the count."""
-    grouping = random_groups(layered(), 4, np.random.default_rng(0))
-    assert grouping.num_groups == 4
 
 
 def test_features_of_ops_by_hand() -> None:

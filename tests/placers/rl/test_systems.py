@@ -25,7 +25,6 @@ from devplace.testing import brute_force, check_placer, hand_machine, hand_probl
 # Hyper-parameters for graphs of a few ops: small networks, quick steps.
 MARS: dict[str, Any] = {"hidden": 16, "encoder_hidden": 16, "segment": 8}
 SMALL: dict[str, dict[str, Any]] = {
-    "learned": {"weights": None, "hidden": 16, "own_rate": 0.2},
     "post": {"mix": 0.01},
     "post-ce": {"mix": 0.01},
     "post-ppo": {},
@@ -293,7 +292,6 @@ def test_measured_rewards_are_learned_from(name: str) -> None:
         ("mars", "memory", "soft", "published or hard, got 'soft'"),
         ("encoder-placer", "learning_rate", float("nan"), "a number, 0 or more, got nan"),
         ("grouper-placer", "coarse_groups", -1, "a whole number, at least 1, got -1"),
-        ("learned", "steps", -1, "a whole number, at least 0, got -1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(

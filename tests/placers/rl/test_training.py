@@ -59,7 +59,7 @@ def test_a_finished_run_can_be_continued(tmp_path: Path) -> None:
     assert len(curves(tmp_path / "a")) == len(curves(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("name", ["post-ppo", "colocrl", "hdp", "placeto", "mars", "learned"])
+@pytest.mark.parametrize("name", ["post-ppo", "colocrl", "hdp", "placeto", "mars"])
 def test_a_budget_that_ends_within_an_update_leaves_no_trace(name: str, tmp_path: Path) -> None:
     """A run whose last update was cut, and then goes on, is one long run: history and curves."""
     problem, parts = layered(2), []

@@ -11,7 +11,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.graph.coarsen import coarsen, max_depth
 from devplace.placers.colocation_groups import accelerators, group_time_ns
 from devplace.placers.partitioners.group_graph import GroupGraph, group_graph, mean_work
 from devplace.problem import Problem
@@ -167,37 +166,12 @@ def _module_calls(problem: Problem, unit: I64) -> I64:
     return np.array(found)[unit]
 
 
-def by_module(problem: Problem, most: int = 64) -> Grouping:
-    """Groups by module path and main or side path, as deep as `most` groups allow.
-
-    Where even the shallowest cut has more, what exchanges most is joined (`joined`). Calls of a
-    module (time steps) stay together.
-    """
-    tasks, graph = problem.core.tasks, problem.graph
-    first = np.zeros(tasks.num_groups, np.int64)
-    first[tasks.group[::-1]] = np.arange(tasks.num_tasks)[::-1]
-    unit = np.zeros(tasks.num_groups, np.int64)
-    for depth in range(max_depth(graph), 0, -1):
-        classes = coarsen(graph, depth).of_op[tasks.task_op[first]]
-        unit = np.unique(classes, return_inverse=True)[1]
-        if int(unit.max(initial=0)) + 1 <= most:
-            break
-    return joined(problem, unit, most)
-
-
 def task_edges(problem: Problem) -> I64:
     """Edges from the maker of a tensor to each of its readers, each once. `[2, E]`"""
     tasks = problem.core.tasks
     maker = np.repeat(tasks.carrier_maker, np.diff(tasks.cons_ptr))
     pairs = np.unique(maker * tasks.num_tasks + tasks.cons)
     return np.stack([pairs // tasks.num_tasks, pairs % tasks.num_tasks]).astype(np.int64)
-
-
-def random_groups(problem: Problem, count: int, rng: np.random.Generator) -> Grouping:
-    """Every colocation group in one of `count` groups at random (HDP's ablation)."""
-    return Grouping(
-        problem, renumbered(problem, rng.integers(0, count, problem.core.tasks.num_groups))
-    )
 
 
 def joined(problem: Problem, unit: I64, most: int) -> Grouping:
