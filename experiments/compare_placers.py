@@ -22,7 +22,7 @@ from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
 
 MACHINES = ("k40x2", "k40x4", "k40x8", "h100x4")
-SEEDED = ("random", "search", *placers.LEARNING)
+SEEDED = ("random", "climb", "search", *placers.LEARNING)
 
 
 def rows(

@@ -8,7 +8,7 @@ Source: Zhou et al. (2019), GDP: generalized device placement for dataflow graph
 
 Differs from GDP in:
 
-- Sizes, which were not found, are chosen here: Mars's.
+- Sizes, which were not found, are Mars's, tuned on nmt-4 for it.
 - Groups of ops are placed, as in `mars`; there is no superposition of policies, as one graph is.
 - A group's place in the topological order is added to its embedding, without which the like ops of
   two time steps are the same to the placer.

@@ -8,7 +8,7 @@ Source: Mirhoseini et al. (2018), A hierarchical model for device placement, ICL
 
 Differs from it in:
 
-- The loop is that of `mars`.
+- The loop is that of `mars`, with its settings, tuned on nmt-4 for it.
 - Units are the groups that Mars places, so that all rows of the table decide about the same things.
 - Every placement drawn has its own grouping.
 - The choice for a coarse group without members does not count.

@@ -12,7 +12,7 @@ R = -sqrt(step time), b a moving average of R and A = (R - b) / rms(R - b), some
 where r_nm is the probability of the device of group m in placement n, over that when it was drawn.
 
 Hyper-parameters: the slides and abstract give none; all are chosen here. Learning rate, groups,
-gradient steps and steps of pre-training were compared on nmt-4; the others are usual values.
+gradient steps and steps of pre-training were tuned on nmt-4; the others are usual values.
 
 Differs from the paper in, or chosen where nothing is known:
 

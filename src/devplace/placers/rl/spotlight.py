@@ -13,7 +13,7 @@ follows it: doubled when KL is above 1.5 targets, halved when below target / 1.5
 are those that were drawn and scored.
 
 Hyper-parameters: none of K, steps, learning rate, sizes and KL's target was found; neither was how
-beta changes, for which PPO's own rule is taken. Chosen here: all of them; KL's target was tried
+beta changes, for which PPO's own rule is taken. Chosen here: all of them; KL's target was tuned
 on nmt-4, the bonus for entropy is what tiny graphs need.
 
 Differs from the paper in:
