@@ -97,6 +97,17 @@ def test_a_climb_beats_random_sampling_of_the_same_groups() -> None:
         assert steps[0] < steps[1]
 
 
+def test_a_climb_goes_by_measured_steps() -> None:
+    """With a measurement that likes the last device, everything ends there."""
+    problem = layered(3)
+
+    def measure(placement: Any) -> int | None:
+        return 1000 - int((problem.task_devices(placement) == 2).sum())
+
+    found = place(problem, Climb(groups=0), "400ev", 0, measure=measure)
+    assert (problem.task_devices(found.placement) == 2).all()
+
+
 def test_where_nothing_can_move_one_evaluation_is_enough() -> None:
     """A group that may go to one device only stays there, and the climb ends."""
     problem = hand_problem("a = f ns=5 bytes=1", hand_machine({"gpu:0": 9}))
