@@ -253,7 +253,7 @@ def _origins(data: dict[str, Any], made: Sequence[str]) -> list[str]:
     if repeated:
         lines += [
             "",
-            "Runs of systems repeated at the last commit above, on its machine: "
+            "Runs that an older commit had made and the last one above made again: "
             + "; ".join(
                 f"{name}, {sum(not off for off in them)} of {len(them)} the same to the "
                 f"nanosecond, the others {max(them):.1%} off at most"
@@ -272,7 +272,6 @@ def page(
     data: dict[str, Any],
     made: Sequence[str],
     variants: dict[str, Any] | None = None,
-    where: dict[str, tuple[str, ...]] | None = None,
 ) -> str:
     """All tables, with links to the pictures.
 
@@ -280,7 +279,6 @@ def page(
         data: The result file.
         made: Where each of its runs was made, as sentences.
         variants: Systems with published settings, by name.
-        where: Workloads that these were run on.
     """
     rows = data["problems"]
     runs = _by_problem(data)
@@ -333,7 +331,7 @@ def page(
             "",
             "| row | settings | run on |",
             "|---|---|---|",
-            *systems.setting_rows(variants, where or {}),
+            *systems.setting_rows(variants, data["rows"]),
             "",
             data.get("not_run", ""),
             "",

@@ -99,12 +99,12 @@ def difference_rows() -> list[str]:
     ]
 
 
-def setting_rows(variants: dict[str, Any], rows: dict[str, tuple[str, ...]]) -> list[str]:
+def setting_rows(variants: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
     """Rows of a table: variant, what is another setting in it than in the system, where it was run.
 
     Args:
         variants: Name -> placer with other settings.
-        rows: Name -> workloads.
+        runs: Of the result file.
     """
     found = []
     for name, variant in variants.items():
@@ -114,5 +114,10 @@ def setting_rows(variants: dict[str, Any], rows: dict[str, tuple[str, ...]]) -> 
             for field in fields(own)
             if field.name != "name" and getattr(variant, field.name) != getattr(own, field.name)
         ]
-        found.append(f"| {name} | {', '.join(changed)} | {', '.join(rows[name])} |")
+        own_runs = [run for run in runs if run["placer"] == name]
+        where = [
+            f"{workload} ({sum(run['workload'] == workload for run in own_runs)} seeds)"
+            for workload in dict.fromkeys(run["workload"] for run in own_runs)
+        ]
+        found.append(f"| {name} | {', '.join(changed)} | {', '.join(where) or 'not run'} |")
     return found
