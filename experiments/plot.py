@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4ea3", "#8a6d1d", "#333333", "#d48ab0")
+COLOURS = (
+    *("#1b6ca8", "#c8553d", "#3a7d44", "#7b4ea3"),
+    *("#8a6d1d", "#333333", "#d48ab0", "#2aa198"),
+)
 WIDTH, HEIGHT, MARGIN = 560, 360, 60
 
 
