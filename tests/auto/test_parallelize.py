@@ -325,6 +325,46 @@ def test_limits_and_pins_are_kept() -> None:
         )
 
 
+class Residual(nn.Module):
+    """Layers that keep much for the backward pass."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width))
+            for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_computed_again() -> None:
+    """Under a limit that holds the step only if its layers are, they are, and the report says so;
+    losses are those of eager torch."""
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(1024, 32)
+    twin = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    options: dict[str, Any] = {"machine": "cpux1", "confirm": False, "budget": "200ev"}
+    options["limits"] = {"cpu:0": "9MB"}  # 6 layers keep 6 x 2 x 1 MB and more
+    batch = (x,)
+    with pytest.raises(InfeasibleError, match="recompute=True"):
+        dp.parallelize(model, batch, mean_square, optimizer, recompute=False, **options)
+    with dp.parallelize(model, batch, mean_square, optimizer, **options) as step:
+        assert "computed again" in str(step)
+        assert step.graph.meta["recompute"] == [f"layers.{k}" for k in range(6)]
+        for _ in range(2):
+            other.zero_grad()
+            expected = mean_square(twin, x)
+            expected.backward()
+            other.step()
+            assert float(step(x)) == pytest.approx(float(expected.detach()), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -110,7 +110,8 @@ def parallelize(
             step on one device; that may take minutes, which the budget does not count.
         progress: Called with what is being done.
         of_capture: All else that `capture` takes, such as `example_kwargs`, `batch_dims`,
-            `clip_grad_norm`, `autocast`. `fuse` is on by default where GPUs have a compiler.
+            `clip_grad_norm`, `autocast`. `fuse` is on by default where GPUs have a compiler, and
+            `recompute` where nothing fits without it.
 
     Returns:
         A step: `loss = step(*batch)`; `step.sync()` writes back; `print(step)` says why this plan.
@@ -143,7 +144,7 @@ def parallelize(
     job = _Job(
         example_inputs,
         of_capture.get("example_kwargs"),
-        lambda count: target.capture(*own, count, **of_capture),
+        lambda count, **more: target.capture(*own, count, **{**of_capture, **more}),
         target,
         clock,
         tell,
@@ -154,8 +155,16 @@ def parallelize(
         if confirm:
             measurer.start()
         graphs = job.capture_all(counts)
+        searched = placer, seed, measurer.child, confirm
         job.compile_kernels(graphs, compilers)
-        results = job.search(graphs, placer, seed, measurer.child, confirm)
+        try:
+            results = job.search(graphs, *searched)
+        except InfeasibleError as error:
+            if "recompute" in of_capture or isinstance(model, Captured):
+                raise
+            graphs = job.capture_again(graphs[-1], error)
+            job.compile_kernels(graphs, compilers)
+            results = job.search(graphs, *searched)
         found, ranked = job.choose(results, measurer if confirm else None)
     if found is not None and not found.ranked:
         warnings.warn(_TOO_SLOW.format(found.seconds), stacklevel=2)
@@ -170,7 +179,7 @@ class _Job:
 
     Attributes:
         inputs, kwargs: The example batch.
-        capture: Number of micro-batches -> captured step.
+        capture: Number of micro-batches, and further options -> captured step.
         target: Its devices.
         clock: What time is left.
         tell: Told what is being done.
@@ -179,7 +188,7 @@ class _Job:
 
     inputs: Any
     kwargs: Mapping[str, Any] | None
-    capture: Callable[[int], Captured]
+    capture: Callable[..., Captured]
     target: Target
     clock: BudgetClock
     tell: Tell
@@ -202,6 +211,25 @@ class _Job:
                 self.notes.append(f"{count} and more micro-batches not tried: {error}")
                 break
         return graphs
+
+    def capture_again(self, graph: Captured, error: InfeasibleError) -> list[Captured]:
+        """The step with the most micro-batches, its repeated blocks computed again.
+
+        Raises:
+            InfeasibleError: The given one, if it has no backward pass or nothing is repeated.
+        """
+        if graph.meta["mode"] != "train":
+            raise error
+        self.tell("capturing the step with blocks computed again")
+        try:
+            found = self.capture(int(graph.meta["micro_batches"]), recompute=True)
+        except CaptureError:
+            raise error from None
+        self.notes.append(
+            "blocks are computed again in the backward pass (recompute=True): no placement that "
+            "keeps all was found within the memory limits"
+        )
+        return [found]
 
     def compile_kernels(self, graphs: Sequence[Captured], compilers: Compilers | None) -> None:
         """Compile what is fused before ops are timed."""

@@ -94,6 +94,11 @@ def _problem_options(command: F) -> F:
             help="One product for the gradient of a weight used many times; default: as --fuse.",
         ),
         click.option(
+            "--recompute",
+            is_flag=True,
+            help="Compute repeated blocks again in the backward pass: less memory, more time.",
+        ),
+        click.option(
             "--optimizer",
             default="sgd",
             show_default=True,

@@ -66,6 +66,7 @@ class PlanRequest:
         stack_gradients: Of `capture`; None: as `fuse`.
         fuse: Of `capture`; None: where the step is captured for GPUs of this computer and a
             compiler for them is there.
+        recompute: Whether the backward pass computes repeated blocks again, see `capture`.
         optimizer: As `parse_optimizer` takes it; means nothing for an inference.
         limits, pins, exclude: See `Problem`.
         uses_cpu: Of `parallelize`.
@@ -84,6 +85,7 @@ class PlanRequest:
     autocast: str | None = None
     stack_gradients: bool | None = None
     fuse: bool | None = None
+    recompute: bool = False
     optimizer: str = "sgd"
     limits: dict[str, int | str] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
@@ -252,6 +254,7 @@ def _as_inference(request: PlanRequest, runs: bool) -> PlanRequest:
         refuse_running(request.model)
     training = {
         "--stack-gradients": request.stack_gradients,
+        "--recompute": request.recompute,
         "--clip-grad-norm": request.clip_grad_norm,
         "--autocast": request.autocast,
     }
@@ -290,6 +293,7 @@ def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, A
                 clip_grad_norm=request.clip_grad_norm,
                 autocast=getattr(torch, request.autocast) if request.autocast else None,
                 stack_gradients=request.stack_gradients,
+                recompute=request.recompute,
                 name=request.model,
                 progress=lambda stage, count: note(f"{stage}: {count} nodes"),
             )

@@ -62,7 +62,10 @@ def _remedy(timeline: Timeline) -> str:
         first = f"Raise the limits to at least {limits} (bytes)"
     else:
         first = f"It would fit with usable memory of at least {limits} (bytes)"
-    return f"{first}, lower the batch size, or add a device."
+    meta, again = problem.graph.meta, ""
+    if meta.get("mode") == "train" and not meta.get("recompute"):
+        again = "compute blocks again in the backward pass (recompute=True, --recompute), "
+    return f"{first}, {again}lower the batch size, or add a device."
 
 
 def _surely(timeline: Timeline) -> str:
