@@ -365,7 +365,7 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
             gm = tracer(*flat)
             refuse_written(gm, step)
             refuse_stray_parameters(gm, step)
-            gm = make_functional(gm, flat, tagger)
+            make_functional(gm, tagger)
     except (Exception, SystemExit) as error:
         raise explain(error, step) from None
     resolve_unknown(gm.graph)
