@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.step_capture.checks import Runner
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from devplace.step_capture import capture, functionalize
+from devplace.step_capture.tags import Tag, Tagger
+
+aten = torch.ops.aten
 
 VIEWS: list[Callable[[Any], Any]] = [
     lambda t: t,
@@ -112,3 +117,30 @@ def test_only_what_is_written_is_traced_again(monkeypatch: pytest.MonkeyPatch) -
         "aten.copy_.default",
         "aten.select.int",
     ]
+
+
+def test_names_of_one_memory_are_told_apart_from_two_memories() -> None:
+    """Two nodes that take the same output of an op: a write to one is read through the other."""
+    mode, graph = FakeTensorMode(), torch.fx.Graph()
+
+    def add(target: Any, *args: Any) -> torch.fx.Node:
+        node = graph.call_function(target, args)
+        with mode:
+            value = target(*torch.fx.node.map_arg(args, lambda each: each.meta["val"]))
+        node.meta.update(val=value, tag=Tag("forward", ""))
+        return node
+
+    x = graph.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(3, 2)
+    both = add(aten.sort.default, x)
+    one, other = add(operator.getitem, both, 0), add(operator.getitem, both, 0)
+    add(aten.fill_.Scalar, add(aten.select.int, one, 0, 0), 7.0)
+    graph.output([add(aten.mul.Tensor, other, 1.0)])
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    functionalize.make_functional(gm, Tagger(nn.Module()))
+    gm.graph.lint()
+    gm.recompile()
+    (found,) = gm(torch.tensor([[2.0, 1.0], [4.0, 3.0], [6.0, 5.0]]))
+    assert found[0].tolist() == [7.0, 7.0]
+    assert found[1:].tolist() == [[3.0, 4.0], [5.0, 6.0]]
