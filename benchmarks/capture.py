@@ -1,16 +1,20 @@
 """CPU time of capture per node, for GPT-like and NMT-like stacks of growing size.
 
-Run: `OMP_NUM_THREADS=1 python benchmarks/capture.py [--profile]`. Time grows linearly; the bound is
-1.5 ms of CPU per node on one core.
+Run: `OMP_NUM_THREADS=1 python benchmarks/capture.py [--profile | --models]`. Time grows linearly;
+the bound is 1.5 ms of CPU per node on one core. With `--models` workloads and, where installed,
+models of Transformers at small size, with AdamW; the last lines are medians.
 """
 
 from __future__ import annotations
 
 import cProfile
 import pstats
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +25,16 @@ from devplace.step_capture import capture
 
 VOCABULARY = 1000
 MAX_MS_PER_NODE = 1.5
+MODELS = (
+    *("LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "MixtralForCausalLM"),
+    *("T5ForConditionalGeneration", "ViTForImageClassification", "SwinForImageClassification"),
+    *("MambaForCausalLM", "Gemma3ForCausalLM", "Wav2Vec2ForSequenceClassification"),
+    *("DeepseekV3ForCausalLM", "ConvNextForImageClassification"),
+)
+WORKLOADS = (
+    *("inception-v3", "resnet-50", "rnnlm", "nmt-4", "gnmt-4"),
+    *("bert-base", "gpt-2", "llama", "vit-b-16", "moe"),
+)
 
 
 class Block(nn.Module):
@@ -100,18 +114,43 @@ def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def measure(label: str, model: nn.Module, length: int, optimizer: str) -> None:
-    """Capture once and print nodes, CPU seconds and milliseconds per node."""
-    tokens = torch.zeros(4, length, dtype=torch.int64, device="meta")
-    made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+def measure(
+    label: str, model: nn.Module, inputs: Any, loss_fn: Any, optimizer: str = "AdamW"
+) -> float:
+    """Capture once; print nodes and CPU seconds, and give milliseconds per node."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    made = getattr(torch.optim, optimizer)(trained, lr=0.1)
     start = time.process_time()
-    graph = capture(model, tokens, loss, made)
+    graph = capture(model, inputs, loss_fn, made)
     seconds = time.process_time() - start
     nodes = len(graph.ops)
     per_node = 1000 * seconds / nodes
     verdict = "" if per_node <= MAX_MS_PER_NODE else f"  over {MAX_MS_PER_NODE} ms"
-    size = f"{label:16s} {optimizer:5s} {nodes:6d} nodes"
+    size = f"{label:34s} {optimizer:5s} {nodes:6d} nodes"
     print(f"{size} {seconds:7.2f} s {per_node:5.2f} ms/node{verdict}")
+    return per_node
+
+
+def stack(label: str, model: nn.Module, length: int, optimizer: str) -> None:
+    """Measure one of the stacks here."""
+    tokens = torch.zeros(4, length, dtype=torch.int64, device="meta")
+    measure(label, model, tokens, loss, optimizer)
+
+
+def models() -> None:
+    """Workloads and models of Transformers at small size."""
+    from devplace.workloads import build
+
+    built = [(name, build(name, size="small")) for name in WORKLOADS]
+    found = {"workloads": [measure(n, w.model, w.inputs, w.loss_fn) for n, w in built]}
+    if find_spec("transformers"):
+        sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+        from zoo.hugging import cases
+
+        made = [(name, cases()[name]()) for name in MODELS]
+        found["Transformers"] = [measure(n, c.model, c.inputs, c.loss_fn) for n, c in made]
+    for kind, times in found.items():
+        print(f"median of {len(times)} {kind}: {statistics.median(times):.2f} ms/node")
 
 
 def main() -> None:
@@ -120,15 +159,19 @@ def main() -> None:
     with torch.device("meta"):
         if "--profile" in sys.argv:
             profile = cProfile.Profile()
-            profile.runcall(measure, "gpt-12", Gpt(12), 32, "SGD")
+            profile.runcall(stack, "gpt-12", Gpt(12), 32, "SGD")
             pstats.Stats(profile).sort_stats("tottime").print_stats(35)
             return
-        measure("warm-up", Gpt(1), 32, "SGD")
+        stack("warm-up", Gpt(1), 32, "SGD")
+        if "--models" in sys.argv:
+            with torch.device("cpu"):
+                models()
+            return
         for layers in (6, 12, 24, 48, 96):
-            measure(f"gpt-{layers}", Gpt(layers), 32, "SGD")
-        measure("gpt-48", Gpt(48), 32, "AdamW")
+            stack(f"gpt-{layers}", Gpt(layers), 32, "SGD")
+        stack("gpt-48", Gpt(48), 32, "AdamW")
         for length in (5, 10, 20, 40, 60):
-            measure(f"nmt-4 x {length}", Nmt(4), length, "SGD")
+            stack(f"nmt-4 x {length}", Nmt(4), length, "SGD")
 
 
 if __name__ == "__main__":

@@ -116,6 +116,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
+def op_name(node: torch.fx.Node) -> str:
+    """Name of a node's op without its overload, such as `mm`; empty for other functions."""
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+
+
 def results(gm: torch.fx.GraphModule) -> tuple[torch.fx.Node, ...]:
     """The nodes that a graph gives."""
     output: Any = next(node for node in reversed(gm.graph.nodes) if node.op == "output")

@@ -26,7 +26,7 @@ from devplace.step_capture.guards.values import shown
 from devplace.step_capture.layouts import own_memory
 from devplace.step_capture.loss import is_torch_loss, loss_call
 from devplace.step_capture.micro_batches.chunk_loss import is_sum
-from devplace.step_capture.micro_batches.chunks import Known, trace_chunks
+from devplace.step_capture.micro_batches.chunks import Known, Traced, trace_chunks
 from devplace.step_capture.micro_batches.compare import compared_graph
 from devplace.step_capture.micro_batches.cutting import BatchDims, named_dims
 from devplace.step_capture.optimizers.rules import Update, make_update
@@ -151,28 +151,43 @@ def capture(
     """
     with _one_at_a_time:
         model, optimizer = unwrap(model), as_one(optimizer)
-        request = _request(
+        batch = make_batch(example_inputs, example_kwargs, micro_batches, batch_dims)
+        sources = find_sources(model)
+        update = _read_optimizer(model, optimizer, sources)
+        _check_options(update, clip_grad_norm, autocast)
+        mode = "train" if update else "inference" if loss_fn is None else "eval-loss"
+        if mode == "inference" and batch.sizes:
+            raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
+        request = CaptureRequest(
             model,
-            loss_fn,
-            optimizer,
-            make_batch(example_inputs, example_kwargs, micro_batches, batch_dims),
-            clip_grad_norm,
-            autocast,
-            device,
-            fuse if stack_gradients is None else stack_gradients,
-            fuse,
-            stack_inputs,
-            compare_batches,
-            named_blocks(model, recompute),
+            call=model if mode == "inference" else loss_call(model, loss_fn),
+            sources=sources,
+            batch=batch,
+            mode=mode,
+            update=update,
+            clip_grad_norm=clip_grad_norm,
+            autocast=autocast,
+            device_type=_device_type(sources, batch.leaves, device),
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            adds_up=loss_fn is not None and is_torch_loss(loss_fn) and is_sum(loss_fn),
+            stack_gradients=fuse if stack_gradients is None else stack_gradients,
+            fuse=fuse,
+            stack_inputs=stack_inputs,
+            has_gradients=mode == "train",
+            compares_batches=compare_batches,
+            recompute=named_blocks(model, recompute),
         )
-        known, unchecked = known or Known(), ""
-        if request.batch.is_cut:
-            step, gm, unchecked = trace_chunks(
-                request, lambda each, rehearsed: _traced(each, progress, rehearsed), known
-            )
+        known = known or Known()
+
+        def trace(each: CaptureRequest, rehearsed: Frames | None) -> Traced:
+            return _traced(each, progress, rehearsed)
+
+        if batch.is_cut:
+            step, gm, unchecked = trace_chunks(request, trace, known)
         else:
-            step, gm = _traced(request, progress, known.frames)
-            known.frames = step.frames
+            (step, gm), unchecked = trace(request, known.frames), ""
+        known.frames = step.frames
         meta = _meta(step.request, micro_batches, batch_dims, unchecked)
         if not request.stack_gradients:
             meta["spared_by_stacking"] = num_spared_products(gm.graph)
@@ -219,61 +234,15 @@ def _refuse_difference(step: TracedStep) -> None:
     )
 
 
-def _request(
-    model: torch.nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    optimizer: Any,
-    batch: Any,
-    clip_grad_norm: float | None,
-    autocast: torch.dtype | None,
-    device: str | None = None,
-    stack_gradients: bool = False,
-    fuse: bool = False,
-    stack_inputs: bool = False,
-    compare_batches: bool = True,
-    recompute: tuple[str, ...] = (),
-) -> CaptureRequest:
-    sources = find_sources(model)
-    update = _read_optimizer(model, optimizer, sources)
-    if update is not None:
-        refuse_hooks(sources.parameters, optimizer)
-    _check_options(update, clip_grad_norm, autocast)
-    without_update = "inference" if loss_fn is None else "eval-loss"
-    mode = "train" if update is not None else without_update
-    if mode == "inference" and batch.sizes:
-        raise CaptureError("micro_batches > 1 needs a loss; inference takes the batch as one.")
-    call = model if mode == "inference" else loss_call(model, loss_fn)
-    adds_up = loss_fn is not None and is_torch_loss(loss_fn) and is_sum(loss_fn)
-    kind = _device_type(sources, batch.leaves, device)
-    return CaptureRequest(
-        model,
-        call,
-        sources,
-        batch,
-        mode,
-        update,
-        clip_grad_norm,
-        autocast,
-        kind,
-        optimizer,
-        loss_fn,
-        adds_up,
-        stack_gradients,
-        fuse,
-        stack_inputs,
-        has_gradients=mode == "train",
-        compares_batches=compare_batches,
-        recompute=recompute,
-    )
-
-
 def _read_optimizer(model: torch.nn.Module, optimizer: Any, sources: Sources) -> Update | None:
     if optimizer is None:
         return None
     by_id = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     for parameter, tensor in sources.parameters.items():
         by_id[id(tensor)] = parameter
-    return make_update(optimizer, sources.parameters, by_id)
+    update = make_update(optimizer, sources.parameters, by_id)
+    refuse_hooks(sources.parameters, optimizer)
+    return update
 
 
 def _check_options(
@@ -365,7 +334,7 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
             gm = tracer(*flat)
             refuse_written(gm, step)
             refuse_stray_parameters(gm, step)
-            gm = make_functional(gm, flat, tagger)
+            make_functional(gm, tagger)
     except (Exception, SystemExit) as error:
         raise explain(error, step) from None
     resolve_unknown(gm.graph)
@@ -381,7 +350,7 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
         stack(gm.graph)
         clean(gm.graph)
     if step.request.stack_inputs:
-        join_products(gm.graph, waits="layers")
+        join_products(gm.graph)
         clean(gm.graph)
     if step.request.fuse:
         _make_fusible(gm.graph, step)

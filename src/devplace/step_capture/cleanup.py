@@ -28,14 +28,10 @@ def clean(graph: torch.fx.Graph) -> None:
 
 def drop_last_results(graph: torch.fx.Graph, count: int) -> None:
     """Drop the last results of a clean graph, and what only they need."""
-    output = _output(graph)
+    (output,) = graph.find_nodes(op="output")
     given: Any = output.args[0]
     output.args = (given[: len(given) - count],)
     remove_dead(graph)
-
-
-def _output(graph: torch.fx.Graph) -> Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
 
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
@@ -170,7 +166,7 @@ def cast_weights_once(graph: torch.fx.Graph, inputs: Sequence[Input]) -> None:
         graph: A clean graph.
         inputs: What its placeholders are.
     """
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     pairs = zip(placeholders, inputs, strict=True)
     parameters = {node for node, entry in pairs if entry.kind == "parameter"}
     seen: dict[Any, Node] = {}

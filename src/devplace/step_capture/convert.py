@@ -39,7 +39,7 @@ Node: TypeAlias = torch.fx.Node
 def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
     """Make every tensor attribute of the graph a placeholder; gives name and value in order."""
     graph = gm.graph
-    last = [n for n in graph.nodes if n.op == "placeholder"]
+    last = graph.find_nodes(op="placeholder")
     by_value: dict[int, Node] = {}
     constants: list[tuple[str, torch.Tensor]] = []
     for node in list(graph.nodes):
@@ -91,7 +91,7 @@ def drop_unused(gm: torch.fx.GraphModule, step: TracedStep) -> tuple[list[Input]
     Raises:
         CaptureError: A buffer that changes shares its memory with another.
     """
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     kept: list[tuple[Node, Output]] = []
     for node, described in zip(output.args[0], step.outputs, strict=True):

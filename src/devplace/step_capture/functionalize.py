@@ -1,20 +1,20 @@
 """Turn in-place ops into functional ones.
 
-Where plainly right the graph is rewritten, `x.op_()` into `op(x)`; otherwise the whole graph is
-traced again through `torch.func.functionalize`, which costs about as much as the capture itself.
+Where plainly right the graph is rewritten, `x.op_()` into `op(x)`. Other writes, and the views of
+what they write, are traced again through `torch.func.functionalize`: those nodes alone, as a trace
+costs about a millisecond for each.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from devplace.step_capture.analysis import NO_OPS, mutates, storages
+from devplace.step_capture.analysis import NO_OPS, mutates, storages, view_bases, written_by
 from devplace.step_capture.tags import Tagger
 
 Node: TypeAlias = torch.fx.Node
@@ -27,38 +27,30 @@ _SPLITS = {
     aten.unbind.int,
 }
 
+_RENAMED = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.zero_.default: aten.zeros_like.default,
+    aten.fill_.Scalar: aten.full_like.default,
+}
 # Functional ops whose result has the dtype of the first argument.
 _LIKE_WRITTEN = {aten.bernoulli.p, aten.zeros_like.default, aten.full_like.default}
 
 
-def make_functional(
-    gm: torch.fx.GraphModule, flat: list[torch.Tensor], tagger: Tagger
-) -> torch.fx.GraphModule:
-    """The graph without mutating ops; written inputs become changed outputs."""
+def make_functional(gm: torch.fx.GraphModule, tagger: Tagger) -> None:
+    """Rid a graph of mutating ops, in place; written inputs become changed outputs."""
     for node in reversed(gm.graph.nodes):
         if node.target is aten._local_scalar_dense.default and not node.users:
             gm.graph.erase_node(node)  # a value that was known without it
-    if _rewrite(gm):
-        return gm
-    with torch.no_grad():
-        again = make_fx(
-            functionalize(_replay(gm, tagger), remove="mutations"),
-            tracing_mode="fake",
-            _allow_non_fake_inputs=True,
-        )(*[f.detach() for f in flat])
-    _copies_to_outputs(again, gm)
-    return again
+    written = _rewrite(gm)
+    if written:
+        _Writes(gm, written).replace(tagger)
 
 
-def _functional_variant(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The functional overload of an in-place op with its arguments, or None."""
+def _functional_variant(node: Node) -> Any:
+    """The functional overload of an in-place op, or None."""
     target: Any = node.target
-    if target is aten.bernoulli_.float:
-        return aten.bernoulli.p, (*node.args, 0.5)[:2]
-    if target is aten.zero_.default:
-        return aten.zeros_like.default, node.args
-    if target is aten.fill_.Scalar:
-        return aten.full_like.default, node.args
+    if target in _RENAMED:
+        return _RENAMED[target]
     namespace, name = target._schema.name.split("::")
     if namespace != "aten" or not name.endswith("_") or not hasattr(aten, name[:-1]):
         return None
@@ -72,7 +64,7 @@ def _functional_variant(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
     written = [a for a in mine if a.alias_info is not None and a.alias_info.is_write]
     if len(written) != 1 or written[0].name != mine[0].name:
         return None
-    return other, node.args
+    return other
 
 
 def _takes_alike(schema: Any, arguments: Any) -> bool:
@@ -125,33 +117,40 @@ class _Aliases:
         return True
 
 
-def _rewrite(gm: torch.fx.GraphModule) -> bool:
-    """Rewrite in place of the graph; False, and nothing changed, if a mutation is not plain."""
+def _rewrite(gm: torch.fx.GraphModule) -> set[int]:
+    """Rewrite plain mutations in place of the graph; gives storages that have others."""
     nodes = list(gm.graph.nodes)
     mutations = [n for n in nodes if mutates(n)]
     if not mutations:
-        return True
+        return set()
     aliases = _Aliases(nodes)
-    planned: dict[Node, tuple[Any, tuple[Any, ...]]] = {}
+    planned: dict[Node, Any] = {}
+    left: set[int] = set()
     for node in mutations:
-        variant = _functional_variant(node)
-        written = node.args[0] if node.args else None
-        if variant is None or not isinstance(written, torch.fx.Node):
-            return False
-        same = aliases.root[node] is aliases.root[written]
-        if not same or written.meta["val"].dtype != node.meta["val"].dtype:
-            return False
-        if not aliases.is_sole(node, written):
-            return False
-        planned[node] = variant
+        target = _functional_variant(node)
+        if target is not None and _is_plain(node, aliases):
+            planned[node] = target
+        else:
+            for each in (node, *written_by(node.target, node.args, node.kwargs)):
+                left |= storages(each)
+    planned = {node: target for node, target in planned.items() if not storages(node) & left}
     _apply(gm, nodes, planned, aliases.root)
-    return True
+    return left
+
+
+def _is_plain(node: Node, aliases: _Aliases) -> bool:
+    """Whether a mutation writes all of its first argument, and no other tensor sees that."""
+    written = node.args[0] if node.args else None
+    if not isinstance(written, torch.fx.Node) or aliases.root[node] is not aliases.root[written]:
+        return False
+    is_alike = written.meta["val"].dtype == node.meta["val"].dtype
+    return bool(is_alike) and aliases.is_sole(node, written)
 
 
 def _apply(
     gm: torch.fx.GraphModule,
     nodes: list[Node],
-    planned: dict[Node, tuple[Any, tuple[Any, ...]]],
+    planned: dict[Node, Any],
     root: dict[Node, Node],
 ) -> None:
     newest: dict[Node, Node] = {}
@@ -167,7 +166,7 @@ def _apply(
             node.kwargs = torch.fx.node.map_arg(node.kwargs, current)
         if node not in planned:
             continue
-        target = planned[node][0]
+        target = planned[node]
         keep = 1 if target is aten.zeros_like.default else len(node.args)
         args = node.args[:keep] if target is not aten.bernoulli.p else (*node.args, 0.5)[:2]
         with gm.graph.inserting_before(node):
@@ -203,40 +202,116 @@ def _supported_kwargs(node: Node, target: Any) -> dict[str, Any]:
     return {k: v for k, v in node.kwargs.items() if k in known}
 
 
-class _TaggedInterpreter(torch.fx.Interpreter):  # type: ignore[misc]
-    """Runs a graph so that nodes traced meanwhile get the tag of the node being run."""
+class _Writes:
+    """Writes of a graph that are not plain, with views of what they write.
 
-    def __init__(self, gm: torch.fx.GraphModule, tagger: Tagger) -> None:
-        super().__init__(gm)
-        self._tagger = tagger
+    Args:
+        gm: The graph.
+        written: Storages that they write.
 
-    def run_node(self, n: Node) -> Any:
-        self._tagger.fixed = n.meta.get("tag")
-        return super().run_node(n)
+    Attributes:
+        inside: The writes and views. They are traced again, in their order.
+        reads: Each other node that reads one of them, or what they write -> what it reads.
+        given: What they and `reads` get from elsewhere.
+    """
 
+    def __init__(self, gm: torch.fx.GraphModule, written: set[int]) -> None:
+        self._gm = gm
+        self._nodes = list(gm.graph.nodes)
+        touching = {n for n in self._nodes if storages(n) & written}
+        self.inside: set[Node] = set()
+        for node in self._nodes:
+            if node in touching and (mutates(node) or self._is_view(node)):
+                self.inside.add(node)
+        self._find_reads(touching)
+        owners = [storages(node) & written for node in self.given]
+        if sum(map(len, owners)) > len(set().union(*owners)):  # it takes them for different memory
+            self.inside = {n for n in self._nodes if n.op == "call_function"}
+            self._find_reads(set(self._nodes))
 
-def _replay(gm: torch.fx.GraphModule, tagger: Tagger) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
+    def _is_view(self, node: Node) -> bool:
+        bases = view_bases(node)
+        return bool(bases) and (node.target is not operator.getitem or bases[0] in self.inside)
+
+    def _find_reads(self, touching: set[Node]) -> None:
+        self.reads: dict[Node, list[Node]] = {}
+        self.given: dict[Node, None] = {}
+        for node in self._nodes:
+            known = node.all_input_nodes
+            if node not in self.inside:
+                known = [each for each in known if each in touching and _is_tensor(each)]
+                self.reads[node] = known
+            self.given |= dict.fromkeys(each for each in known if each not in self.inside)
+
+    def replace(self, tagger: Tagger) -> None:
+        """Put functional ops in their place."""
+        origins: dict[Node, Node] = {}
+        run = functionalize(lambda *values: self._run(values, tagger, origins), remove="mutations")
+        with torch.no_grad():
+            given = [_fake(node, self._gm) for node in self.given]
+            trace = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
+            made = trace(*given)
+        tagger.fixed = None
+        self._splice(made, origins)
+
+    def _run(
+        self, values: tuple[Any, ...], tagger: Tagger, origins: dict[Node, Node]
+    ) -> list[torch.Tensor]:
+        """Run what is inside; gives what each other node reads, as it is then.
+
+        Args:
+            values: Of what is given.
+            tagger: Gives nodes that are traced the tag of that for which they are.
+            origins: Gets those nodes -> that for which they are.
+        """
         mode = get_proxy_mode()
+        graph: Any = None if mode is None else mode.tracer.graph
         if mode is not None:
             tagger.install(mode.tracer)
-        try:
-            return _TaggedInterpreter(gm, tagger).run(*args)
-        finally:
-            tagger.fixed = None
+        now = dict(zip(self.given, values, strict=True))
+        found: list[torch.Tensor] = []
+        for node in self._nodes:
+            last = None if graph is None else next(reversed(graph.nodes))
+            tagger.fixed = node.meta.get("tag")
+            if node in self.inside:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), now.__getitem__)
+                now[node] = node.target(*args, **kwargs)
+            else:  # a copy keeps what is there now
+                found += [aten.clone.default(now[each]) for each in self.reads[node]]
+            for made in () if graph is None else reversed(graph.nodes):
+                if made is last:
+                    break
+                origins[made] = node
+        return found
 
-    return run
+    def _splice(self, made: torch.fx.GraphModule, origins: dict[Node, Node]) -> None:
+        """Take over what was traced, each node where its origin is."""
+        graph = self._gm.graph
+        places = (node for node in made.graph.nodes if node.op == "placeholder")
+        copies: dict[Node, Node] = dict(zip(places, self.given, strict=True))
+        for node in made.graph.nodes:
+            if node.op not in ("call_function", "get_attr") or node not in origins:
+                continue  # what is after the last origin writes inputs, which outputs are for
+            if node.op == "get_attr":
+                name = f"{node.target}_of_writes"
+                setattr(self._gm, name, getattr(made, node.target))
+                node.target = name
+            with graph.inserting_before(origins[node]):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        (output,) = made.graph.find_nodes(op="output")
+        kept = iter(output.args[0])
+        for node, known in self.reads.items():
+            for each in known:
+                node.replace_input_with(each, copies[next(kept).args[0]])
+        for node in reversed(self._nodes):
+            if node in self.inside:
+                graph.erase_node(node)
 
 
-def _copies_to_outputs(gm: torch.fx.GraphModule, before: torch.fx.GraphModule) -> None:
-    """Turn the closing `copy_` into placeholders, which functionalize adds, into outputs."""
-    output = next(n for n in gm.graph.nodes if n.op == "output")
-    results = list(output.args[0])
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not aten.copy_.default:
-            continue
-        base, value = node.args[0], node.args[1]
-        if base.op == "placeholder":
-            results = [value if r is node or r is base else r for r in results]
-            output.args = (results,)
-            gm.graph.erase_node(node)
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor) or node.op == "get_attr"
+
+
+def _fake(node: Node, gm: torch.fx.GraphModule) -> Any:
+    """The value of a node without its values."""
+    return node.meta["val"].detach() if "val" in node.meta else getattr(gm, str(node.target))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from devplace.step_capture.analysis import is_fusible, tensors_in, view_bases
+from devplace.step_capture.analysis import is_fusible, op_name, tensors_in, view_bases
 from devplace.step_capture.strides import is_dense
 
 Node: TypeAlias = torch.fx.Node
@@ -83,7 +83,7 @@ def owner(node: Node) -> Node:
 
 
 def _takes_any_layout(node: Node) -> bool:
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = op_name(node)
     if view_bases(node):
         return True
     if is_fusible(node):
@@ -143,9 +143,14 @@ class _Copies:
     def _call(self, node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call right before a node."""
         with self._graph.inserting_before(node):
-            made = self._graph.call_function(target, args, kwargs)
-        made.meta.update(tag=node.meta["tag"], val=fake_call(made))
-        return made
+            return new_call(self._graph, node.meta["tag"], target, *args, **kwargs)
+
+
+def new_call(graph: torch.fx.Graph, tag: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call where the graph inserts, with its tag and fake value."""
+    made = graph.call_function(target, args, kwargs)
+    made.meta.update(tag=tag, val=fake_call(made))
+    return made
 
 
 def fake_call(node: Node) -> Any:

@@ -216,7 +216,7 @@ def refuse_learned_weight(weight: torch.Tensor, parameters: Mapping[int, str]) -
     slot = None if mode is None else get_proxy_slot(weight, mode.tracer, None)
     if mode is None or slot is None:
         return
-    inputs = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+    inputs = mode.tracer.graph.find_nodes(op="placeholder")
     names = {inputs[place]: name for place, name in parameters.items()}
     todo, seen = [slot.proxy.node], set()
     while todo:

@@ -297,7 +297,7 @@ def refuse_written_inputs(gm: torch.fx.GraphModule, step: TracedStep) -> None:
     Raises:
         CaptureError: Names the input, and where it is written.
     """
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = gm.graph.find_nodes(op="placeholder")
     for node, out in zip(results(gm), step.outputs, strict=False):
         if out.role == "input" and node is not inputs[out.replaces]:
             tag = node.meta["tag"]

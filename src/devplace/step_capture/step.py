@@ -99,7 +99,15 @@ class TracedStep:
         """Run on tensors in the order of `inputs`; gives tensors in the order of `outputs`."""
         self.install()
         given = self._by_kind(flat)
-        heads, grads, now = self._run_unchanged(given)
+        with self.tagger.module_hooks():
+            if not self._is_rehearsed:  # unseen by the trace
+                with disable_proxy_modes_tracing(), self.frames.put_back():
+                    self._rehearse(given)
+            self.tagger.restart()
+            with _written(given), self.frames.put_back():
+                self._slots.put(_sources(given))
+                heads, grads = self._run(given)
+                now = self._slots.get()
         parameters = self._check_parameters(given["parameter"], now)
         buffers = dict(zip(given["buffer"], now[len(parameters) :], strict=False))
         refuse_other_buffers(given["buffer"], buffers)
@@ -112,24 +120,6 @@ class TracedStep:
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
         return [*heads, *changed, *given["input"].values(), *self.extra.values()]
-
-    def _run_unchanged(self, given: Given) -> tuple[Tensors, dict[str, torch.Tensor], Tensors]:
-        """Heads, gradients, and what the sources are then; what else it writes is put back.
-
-        Before it is traced the step is rehearsed, unless it was: it runs twice, unseen by the
-        trace.
-        """
-        slots = self._slots
-        with self.tagger.module_hooks():
-            if not self._is_rehearsed:
-                with disable_proxy_modes_tracing(), self.frames.put_back():
-                    self._rehearse(given)
-            self.tagger.restart()
-            with _written(given), self.frames.put_back():
-                slots.put(_sources(given))
-                heads, grads = self._run(given)
-                now = slots.get()
-        return heads, grads, now
 
     def _rehearse(self, given: Given) -> None:
         """Run twice, the second time as the next step would.

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,6 @@ from devplace.step_capture import capture
 from devplace.step_capture.cleanup import clean
 from devplace.step_capture.rewrites import stacking_inputs as module
 from devplace.step_capture.rewrites.stacking_inputs import stack_inputs
-from devplace.step_capture.rewrites.waits import Waits
 
 aten = torch.ops.aten
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}
@@ -119,12 +117,12 @@ def always() -> Iterator[None]:
         yield
 
 
-def joined(*args: Any, waits: Any = "never", **options: Any) -> OpGraph:
+def joined(*args: Any, **options: Any) -> OpGraph:
     """A captured step with its products made one in the program, whether that pays or not."""
     graph = capture(*args, **options)
     gm = graph.program.module
     with always():
-        stack_inputs(gm.graph, waits)
+        stack_inputs(gm.graph)
     clean(gm.graph)
     gm.graph.lint()
     gm.recompile()
@@ -142,11 +140,11 @@ def products(graph: OpGraph) -> Counter[tuple[str, str]]:
     return found
 
 
-def spared(model: nn.Module, given: Any, waits: str, **options: Any) -> dict[Any, int]:
+def spared(model: nn.Module, given: Any, **options: Any) -> dict[Any, int]:
     """How many products there are fewer, by module and stage."""
     args = model, given, loss, sgd(model)
     before = products(capture(*args, **options))
-    return dict(before - products(joined(*args, waits=waits, **options)))
+    return dict(before - products(joined(*args, **options)))
 
 
 MODELS = st.fixed_dictionaries(
@@ -158,17 +156,16 @@ MODELS = st.fixed_dictionaries(
         "both_ways": st.booleans(),
     }
 )
-WAITS = st.sampled_from(["never", "layers"])
 
 
 @settings(max_examples=12)
-@given(MODELS, WAITS, st.integers(1, 3), st.integers(1, 2), st.booleans())
+@given(MODELS, st.integers(1, 3), st.integers(1, 2), st.booleans())
 @pytest.mark.slow
 def test_training_is_that_of_eager(
-    options: dict[str, Any], waits: str, steps: int, micro_batches: int, stacked: bool
+    options: dict[str, Any], steps: int, micro_batches: int, stacked: bool
 ) -> None:
     """Loss, parameters and state agree with torch.optim over two steps, and the graph is sound."""
-    with mock.patch.object(checks, "capture", partial(joined, waits=waits)):
+    with mock.patch.object(checks, "capture", joined):
         assert_same_training(
             unrolled(**options),
             [batch(2, steps)] * 2,
@@ -180,15 +177,14 @@ def test_training_is_that_of_eager(
         )
 
 
-@pytest.mark.parametrize(("waits", "left"), [("never", 17), ("layers", 13)])
-def test_steps_made_fusible_train_as_eager(waits: Any, left: int) -> None:
+def test_steps_made_fusible_train_as_eager() -> None:
     """Joined before all else that is done for fused ops, as `capture` is to do it. Of 25 products
-    of the forward pass, those of one or two layers and of the head are one each."""
+    of the forward pass, those of two layers and of the head are one each."""
     whole = sys.modules["devplace.step_capture.capture"]
     rest = whole._make_fusible
 
     def make_fusible(graph: torch.fx.Graph, step: Any) -> None:
-        stack_inputs(graph, waits)
+        stack_inputs(graph)
         rest(graph, step)
 
     def plain(*args: Any, **options: Any) -> OpGraph:
@@ -197,35 +193,19 @@ def test_steps_made_fusible_train_as_eager(waits: Any, left: int) -> None:
 
     with mock.patch.object(checks, "capture", plain):
         graph = assert_same_training(unrolled(), [batch(2)] * 2, loss, sgd, tolerance=1e-10)
-    assert sum(op.target == "aten.addmm.default" for op in graph.ops) == left
-
-
-@settings(max_examples=8)
-@given(MODELS, st.integers(2, 4))
-@pytest.mark.slow
-def test_nothing_waits_for_more(options: dict[str, Any], steps: int) -> None:
-    """With `never`, the calls that are left wait for as many calls as before."""
-    model = unrolled(**options)
-    graph = capture(model, batch(2, steps), loss, sgd(model))
-    nodes = graph.program.module.graph
-    before = Waits(nodes).ready
-    with always():
-        stack_inputs(nodes, "never")
-    after = Waits(nodes).ready
-    calls = [node for node in nodes.nodes if node in before and "mm" in str(node.target)]
-    assert [after[node] for node in calls] == [before[node] for node in calls]
+    assert sum(op.target == "aten.addmm.default" for op in graph.ops) == 13
 
 
 @settings(max_examples=6)
-@given(MODELS, WAITS)
+@given(MODELS)
 @pytest.mark.slow
-def test_new_nodes_say_what_they_are(options: dict[str, Any], waits: str) -> None:
+def test_new_nodes_say_what_they_are(options: dict[str, Any]) -> None:
     """The fake value of every new node has shape, strides and dtype of the real one."""
     model = unrolled(**options)
     graph = capture(model, batch(2, 3), loss, sgd(model))
     before = set(graph.program.module.graph.nodes)
     with always():
-        stack_inputs(graph.program.module.graph, waits)
+        stack_inputs(graph.program.module.graph)
     graph.program.module.recompile()
     runner = checks.Runner(graph, model)
     interpreter = torch.fx.Interpreter(graph.program.module, garbage_collect_values=False)
@@ -241,18 +221,9 @@ def test_new_nodes_say_what_they_are(options: dict[str, Any], waits: str) -> Non
 
 @pytest.mark.parametrize("by_step", [False, True])
 @pytest.mark.slow
-def test_layers_whose_input_is_there_have_one_product(by_step: bool) -> None:
-    """Of two layers and a head of five steps: the first layer's inputs and the gradients of the
-    head's outputs are all there, and what the head makes is read together. The gradients of the
-    input of the first layer are not needed. Products of a layer's memory stay."""
-    expected = {("cells.0", "forward"): 4, ("head", "forward"): 4, ("head", "backward"): 4}
-    assert spared(unrolled(by_step=by_step), batch(), "never") == expected
-
-
-@pytest.mark.parametrize("by_step", [False, True])
-@pytest.mark.slow
 def test_layers_may_wait_for_each_other(by_step: bool) -> None:
-    """The second layer can have one product too, and one for the gradient of its input."""
+    """Of two layers and a head of five steps: each has one product, and one for the gradient of its
+    input where that is needed. Products of a layer's memory stay."""
     expected = {
         ("cells.0", "forward"): 4,
         ("cells.1", "forward"): 4,
@@ -261,45 +232,31 @@ def test_layers_may_wait_for_each_other(by_step: bool) -> None:
         ("head", "backward"): 4,
     }
     model = unrolled(by_step=by_step)
-    assert spared(model, batch(), "layers") == expected
-    left = products(joined(model, batch(), loss, sgd(model), waits="layers"))
+    assert spared(model, batch()) == expected
+    left = products(joined(model, batch(), loss, sgd(model)))
     assert left["cells.0", "forward"] == left["cells.1", "forward"] == 1 + STEPS
 
 
+@pytest.mark.parametrize(("name", "count"), [("rnnlm", 20), ("nmt-2", 18), ("gnmt-4", 54)])
 @pytest.mark.slow
-def test_what_comes_after_both_directions_waits_for_them_anyway() -> None:
-    """The second layer begins with what the first one, read backwards, gives last."""
-    found = spared(unrolled(both_ways=True), batch(), "never")
-    assert found["cells.1", "forward"] == found["back", "forward"] == 4
-    assert ("cells.1", "backward") not in found
-
-
-@pytest.mark.parametrize(
-    ("name", "never", "layers"),
-    [("rnnlm", 5, 20), ("nmt-2", 6, 18), ("gnmt-4", 9, 54)],
-)
-@pytest.mark.slow
-def test_workloads_have_as_many_fewer(name: str, never: int, layers: int) -> None:
+def test_workloads_have_as_many_fewer(name: str, count: int) -> None:
     """Each set of T products of a workload spares T - 1; T is 6 for rnnlm, else 4.
 
-    `layers`: rnnlm: inputs of both layers, and their gradients. nmt: the encoder layers and the
+    rnnlm: inputs of both layers, and their gradients. nmt: the encoder layers and the
     output layer, and their gradients; decoder layers are fed by the step before. gnmt: both
     directions and three more layers of the encoder, all decoder layers but the first, the output
-    layer, and the gradients of these. `never`: the first encoder layer and the gradient of the
-    output layer, which at these sizes are delayed by nothing as they are read without a copy.
+    layer, and the gradients of these.
     """
     built = workloads.build(name, size="small", device="meta")
     args = built.model, built.inputs, built.loss_fn, sgd(built.model)
-    counts = [stack_inputs(capture(*args).program.module.graph, w) for w in ("never", "layers")]
-    assert counts == [never, layers]
+    assert stack_inputs(capture(*args).program.module.graph) == count
 
 
-@pytest.mark.parametrize("waits", ["never", "layers"])
 @pytest.mark.slow
-def test_micro_batches_are_not_mixed(waits: str) -> None:
+def test_micro_batches_are_not_mixed() -> None:
     """Each micro-batch has its own products, so that it can be placed on its own."""
-    once = spared(unrolled(), batch(), waits)
-    twice = spared(unrolled(), batch(), waits, micro_batches=2)
+    once = spared(unrolled(), batch())
+    twice = spared(unrolled(), batch(), micro_batches=2)
     assert twice == {place: 2 * count for place, count in once.items()}
 
 
@@ -329,7 +286,7 @@ def test_rows_stacked_for_a_gradient_are_not_stacked_again() -> None:
     """Gradients of gates are stacked once, for the products of the weight and of the input."""
     args = (model := unrolled(layers=2)), batch(2), loss, sgd(model)
     plain = capture(*args, stack_gradients=True)
-    made = joined(*args, stack_gradients=True, waits="layers")
+    made = joined(*args, stack_gradients=True)
     cats = [targets(each, "backward")[aten.cat.default] for each in (plain, made)]
     assert cats[0] == cats[1]
 
@@ -356,17 +313,7 @@ def test_only_small_products_in_number_are_made_one(
     model = Shared(width).to("meta")
     inputs = tuple(torch.empty(rows, width, device="meta") for _ in range(count))
     graph = capture(model, inputs).program.module.graph
-    assert stack_inputs(graph, "layers") == (count - 1 if pays else 0)
-
-
-@pytest.mark.parametrize(("columns", "pays"), [(4096, True), (32_000, False)])
-def test_where_nothing_is_to_wait_products_are_not_delayed_long(columns: int, pays: bool) -> None:
-    """40 products of 64 x 1024 with 1024 x 4096 take 8 us each and 57 us as one, those of an output
-    layer 39 us each and 423 us."""
-    model = nn.Linear(1024, columns).to("meta")
-    x = torch.empty(40, 64, 1024, device="meta")
-    graph = capture(Rows(model), (x,)).program.module.graph
-    assert stack_inputs(graph) == (39 if pays else 0)
+    assert stack_inputs(graph) == (count - 1 if pays else 0)
 
 
 class Rows(nn.Module):
@@ -401,7 +348,7 @@ def crossed(x: torch.Tensor, weight: torch.Tensor) -> Any:
 def test_sets_do_not_wait_for_each_other() -> None:
     """After one pair is made one, the other pair would wait for itself."""
     model, x = Tied(crossed), torch.randn(2, 4, 6).double()
-    graph = joined(model, x, waits="layers")
+    graph = joined(model, x)
     assert sum(products(graph).values()) == 3
     found = graph.program.module(*_flat(graph, model, x))
     assert all(map(torch.allclose, found, crossed(x, model.weight)))
@@ -415,7 +362,7 @@ def test_a_chain_stays() -> None:
             x = x @ weight
         return x
 
-    graph = joined(Tied(chain), torch.randn(4, 6).double(), waits="layers")
+    graph = joined(Tied(chain), torch.randn(4, 6).double())
     assert sum(products(graph).values()) == 6
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from devplace.step_capture.analysis import op_name
+
 Node: TypeAlias = torch.fx.Node
 _PREFIX = "_scaled_dot_product_"
 _BIAS = ("attn_bias", "attn_mask")
@@ -31,7 +33,7 @@ def attention(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     Returns:
         None if the node is another op.
     """
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = op_name(node)
     schema: Any = getattr(node.target, "_schema", None)
     if not name.startswith(_PREFIX):
         return None

@@ -61,7 +61,7 @@ def first_difference(
         evaluate(chunks, value_of_chunks, device, kept)
     except NotEvaluatedError:
         return None
-    places = [node for node in chunks.graph.nodes if node.op == "placeholder"]
+    places = chunks.graph.find_nodes(op="placeholder")
     named = dict(zip(places, names, strict=True))
     for index, (node, parts) in enumerate(mine):
         values = [tensors_in(kept[part]) for part in parts]

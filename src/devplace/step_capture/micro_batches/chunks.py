@@ -233,7 +233,7 @@ class _Reference:
         given = results(self._gm)
         nodes = dict(zip(step.extra, given[len(given) - len(step.extra) :], strict=True))
         made = [nodes.get(f"count {k}") for k in range(len(step.counts))]
-        inputs = [node for node in self._gm.graph.nodes if node.op == "placeholder"]
+        inputs = self._gm.graph.find_nodes(op="placeholder")
         cut = {
             node
             for node, entry in zip(inputs, step.inputs, strict=True)

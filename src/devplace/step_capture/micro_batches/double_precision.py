@@ -18,6 +18,7 @@ from devplace.step_capture.analysis import (
     count_flops,
     is_fusible,
     is_random,
+    op_name,
     tensors_in,
     view_bases,
 )
@@ -168,7 +169,7 @@ class _Run:
 
     def _fixed(self, node: Node, args: Any) -> Any:
         """What a random op or a batch norm gives here; None for others."""
-        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        name = op_name(node)
         if name in ("_native_batch_norm_legit_functional", "native_batch_norm") and args[5]:
             return self._normalised(node, args)
         if name == "native_batch_norm_backward" and args[7]:
@@ -231,7 +232,7 @@ def check_indices(node: Node, args: Sequence[Any]) -> None:
     whole = [a for a in read if a.dtype in (torch.int64, torch.int32)]
     if not whole:
         return
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = op_name(node)
     if name in _INDICES:
         base = args[0]
         _check_range(node, _index_sizes(name, base, args))
@@ -265,7 +266,7 @@ def _index_sizes(name: str, base: Any, args: Sequence[Any]) -> list[tuple[torch.
 
 
 def _check_range(node: Node, indices: Sequence[tuple[torch.Tensor, int]]) -> None:
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = op_name(node)
     for index, size in indices:
         least = -size if name in _FROM_THE_END else 0
         if index.numel() and not least <= int(index.min()) <= int(index.max()) < size:

@@ -37,7 +37,7 @@ def lay_channels_last(graph: torch.fx.Graph, inputs: Sequence[Input]) -> bool:
     convolutions = [n for n in graph.nodes if n.target is aten.convolution.default]
     if not _pays(convolutions):
         return False
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     entries = dict(zip(placeholders, inputs, strict=True))
     read = {s for node in convolutions for arg in node.args[:2] for s in _sources(arg)}
     weights = {entries[node].key for node in read if entries[node].kind == "parameter"}

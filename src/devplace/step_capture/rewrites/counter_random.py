@@ -65,7 +65,7 @@ def _is_drawn(node: Node) -> bool:
 
 def _add_keys(graph: torch.fx.Graph, like: Any, count: int) -> Node:
     """The placeholder of the keys, on the device of a fake tensor."""
-    last = [node for node in graph.nodes if node.op == "placeholder"]
+    last = graph.find_nodes(op="placeholder")
     first = next(iter(graph.nodes))
     place = graph.inserting_after(last[-1]) if last else graph.inserting_before(first)
     with place:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from devplace.step_capture.layouts import fake_call
+from devplace.step_capture.layouts import new_call
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -185,9 +185,7 @@ class _Loss:
         return self._call(node, node.target, whole, *args, **node.kwargs)
 
     def _call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        made = self._graph.call_function(target, args, kwargs)
-        made.meta.update(val=fake_call(made), tag=like.meta["tag"])
-        return made
+        return new_call(self._graph, like.meta["tag"], target, *args, **kwargs)
 
 
 _TAKE_WHOLE_ROWS = (

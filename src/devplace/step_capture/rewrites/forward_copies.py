@@ -8,7 +8,6 @@ from typing import TypeAlias
 import torch
 
 from devplace.step_capture.cleanup import remove_dead
-from devplace.step_capture.rewrites.min_cut import Wanted
 from devplace.step_capture.rewrites.readers import Readers
 
 Node: TypeAlias = torch.fx.Node
@@ -17,8 +16,7 @@ Node: TypeAlias = torch.fx.Node
 class Copies:
     """Makes readers in the backward pass read copies of forward values.
 
-    Fusible readers of equal depth share copies, for they can be one kernel. What an own call reads
-    is copied once, for its first reader, and all others read that.
+    Readers of equal depth share copies, for they can be one kernel.
 
     Args:
         graph: The graph that is changed.
@@ -33,7 +31,7 @@ class Copies:
         graph: torch.fx.Graph,
         readers: Readers,
         region: Mapping[Node, int],
-        wanted: Sequence[Mapping[Node, Wanted]],
+        wanted: Sequence[Mapping[Node, Sequence[Node]]],
         repeated: Sequence[set[Node]],
     ) -> None:
         self._graph = graph
@@ -50,15 +48,15 @@ class Copies:
 
     def make(self) -> None:
         """Copy for every reader in turn, and drop what nothing reads any more."""
-        for reader in sorted({each for want in self._copied.values() for each in want.readers}):
+        for reader in sorted({each for want in self._copied.values() for each in want}):
             for value in self._readers.inputs[reader]:
-                if value in self._copied and reader in self._copied[value].readers:
+                if value in self._copied and reader in self._copied[value]:
                     self._give_copy(reader, value)
         remove_dead(self._graph)
 
     def _give_copy(self, reader: Node, value: Node) -> None:
         """Let an op read a copy of a value, and of the views through which it reads it."""
-        key = self._region[self._readers.maker(value)], self._depth(reader, value)
+        key = self._region[self._readers.maker(value)], self._readers.depth[reader]
         made = self._made.setdefault(key, {})
         given = [node for node in reader.all_input_nodes if self._readers.value.get(node) is value]
         for node in sorted(self._needed(given, key[0]) - made.keys()):
@@ -68,19 +66,6 @@ class Copies:
             made[node] = copy
         for node in given:
             reader.replace_input_with(node, made[node])
-
-    def _depth(self, reader: Node, value: Node) -> int:
-        """Depth for which a copy is made: the reader's, or that of the first reader of all.
-
-        What an own call reads is written to memory anyway, with all that its maker makes.
-        """
-        made = [v for v in self._readers.made[self._readers.maker(value)] if v in self._copied]
-        if not any(self._copied[each].own for each in made):
-            return self._readers.depth[reader]
-        wants = [self._copied[each] for each in made]
-        before = [self._readers.depth[each] for want in wants for each in want.fused]
-        before += [self._readers.depth[each] - 1 for want in wants for each in want.own]
-        return min(before)
 
     def _needed(self, given: list[Node], region: int) -> set[Node]:
         """Ops, items and views that must be copied so that these nodes can be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,8 +15,8 @@ Node: TypeAlias = torch.fx.Node
 Arc: TypeAlias = tuple[int, int, int]  # from, to, capacity
 
 # A byte kept until the backward pass weighs as much as this many bytes moved. Of no great weight:
-# 2 to 16 keep the same of GPT-2 and BERT-large under autocast; 1 computes nothing again for own
-# calls (kept and moved bytes of captured steps, torch 2.13).
+# 2 to 16 keep the same of GPT-2 and BERT-large under autocast
+# (kept and moved bytes of captured steps, torch 2.13).
 KEPT = 4
 _SOURCE, _SINK, _UNLIMITED = 0, 1, -1
 # A kernel that repeats these reads their input twice: once to sum over rows, once to use the sum.
@@ -27,24 +27,6 @@ _SUMS_OVER_ROWS = frozenset(
 _SUMS_WITHIN_ROWS = frozenset(["native_layer_norm", "native_group_norm", "_fused_rms_norm"])
 # So do those whose output is so many times smaller than their input; a cast to bool is 2 to 8.
 _FEWER = 8
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """For whom a value may be computed again: ops of the backward pass that read it.
-
-    Attributes:
-        fused: Fusible ops. Computed again in their kernel, it is neither written nor read.
-        own: Own calls. Computed again, it is written once more.
-    """
-
-    fused: tuple[Node, ...]
-    own: tuple[Node, ...]
-
-    @property
-    def readers(self) -> tuple[Node, ...]:
-        """All of them."""
-        return self.fused + self.own
 
 
 @dataclass
@@ -68,7 +50,7 @@ class Network:
 
     readers: Readers
     region: set[Node]
-    wanted: Mapping[Node, Wanted]
+    wanted: Collection[Node]
     is_free: Callable[[Node], bool]
     is_read: Callable[[Node], bool]
     arcs: list[Arc] = field(default_factory=list)
@@ -116,10 +98,8 @@ class Network:
             by_rows = all(reads_rows_only(each) for each in readers if each in self.region)
             is_spared = self.is_read(value) or (value.op == "placeholder" and by_rows)
             return 0 if is_spared else size
-        wanted = self.wanted.get(value)
-        is_fused, is_own = (bool(wanted.fused), bool(wanted.own)) if wanted else (True, False)
         is_written = any(each not in self.region and not is_late(each) for each in readers)
-        return size * (KEPT + (not is_written) + is_fused - is_own)
+        return size * (KEPT + (not is_written) + 1)
 
     def kept_and_repeated(self, behind: frozenset[int]) -> tuple[set[Node], set[Node]]:
         """Values that a cut keeps, and values that are computed again.

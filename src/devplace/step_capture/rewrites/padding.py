@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from devplace.step_capture.layouts import fake_call, propagate
+from devplace.step_capture.layouts import new_call, propagate
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -82,7 +82,9 @@ class _Pads:
             return self._call(product, aten.t.default, self._operand(product, whole, columns, rows))
         key = (node, rows, columns)
         if key not in self._made:
-            after = node if node.op != "placeholder" else self._last_placeholder()
+            after = (
+                node if node.op != "placeholder" else self._graph.find_nodes(op="placeholder")[-1]
+            )
             with self._graph.inserting_after(after):
                 pads = [0, columns, 0, rows]
                 self._made[key] = self._call(product, aten.constant_pad_nd.default, node, pads)
@@ -98,11 +100,5 @@ class _Pads:
             return node
         return self._call(product, aten.constant_pad_nd.default, node, pads)
 
-    def _last_placeholder(self) -> Node:
-        return [node for node in self._graph.nodes if node.op == "placeholder"][-1]
-
     def _call(self, like: Node, target: Any, *args: Any) -> Node:
-        made = self._graph.call_function(target, args)
-        made.meta["val"] = fake_call(made)
-        made.meta["tag"] = like.meta["tag"]
-        return made
+        return new_call(self._graph, like.meta["tag"], target, *args)

@@ -9,7 +9,7 @@ small and equal layers share one; cuts are made in turn, each given what the oth
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -18,7 +18,6 @@ from devplace.step_capture.rewrites.forward_copies import Copies
 from devplace.step_capture.rewrites.min_cut import (
     Arc,
     Network,
-    Wanted,
     cheapest_cut,
     is_late,
     is_update,
@@ -32,9 +31,7 @@ _MAX_OPS = 300  # of a region; the time of a cut grows with its square (0.1 s fo
 _MAX_DEPTHS = 2  # of fusible readers of a value; with more it would be computed over and over
 
 
-def recompute(
-    graph: torch.fx.Graph, for_own_calls: bool = False, spans_passes: bool = False
-) -> None:
+def recompute(graph: torch.fx.Graph, spans_passes: bool = False) -> None:
     """Let the backward pass compute forward values again rather than read kept ones.
 
     A value that the backward pass reads is computed again if that keeps fewer bytes of forward
@@ -44,14 +41,12 @@ def recompute(
 
     Args:
         graph: A captured step, functional and clean, with `val` and `tag` of every node.
-        for_own_calls: Compute also again what products, convolutions and other own calls of the
-            backward pass read. That keeps less and runs longer: a kernel more for each.
         spans_passes: Whether one kernel may hold fusible ops of both passes. Then a fusible reader
             as deep as the value that it reads needs no copy: nothing is kept for it.
 
     Complexity: Linear, and one small cut for each kind of region.
     """
-    _Recompute(graph, for_own_calls, spans_passes).run()
+    _Recompute(graph, spans_passes).run()
 
 
 class _Recompute:
@@ -60,21 +55,21 @@ class _Recompute:
     Attributes:
         regions: Sets of fusible forward ops that are computed again only together.
         region: Op -> index of its region.
-        wanted: Region -> its values that the backward pass may read as copies.
+        wanted: Region -> its values that fusible ops of the backward pass, which are given, may
+            read as copies. Computed again in their kernel, they are neither written nor read.
         kept: Region -> values that it needs kept: of its own, or that its copies read.
         repeated: Region -> values that are computed again.
         holders: Value -> how many regions need it kept.
         pinned: Values that ops read in any case after the forward pass, or that are results.
     """
 
-    def __init__(self, graph: torch.fx.Graph, for_own_calls: bool, spans_passes: bool) -> None:
+    def __init__(self, graph: torch.fx.Graph, spans_passes: bool) -> None:
         self.graph = graph
-        self.for_own_calls = for_own_calls
         self.spans_passes = spans_passes
         self.readers = Readers(graph)
         self.regions = _regions(self.readers)
         self.region = {op: k for k, ops in enumerate(self.regions) for op in ops}
-        self.wanted: list[dict[Node, Wanted]] = [{} for _ in self.regions]
+        self.wanted: list[dict[Node, Sequence[Node]]] = [{} for _ in self.regions]
         self.pinned: set[Node] = set()
         for value, readers in self.readers.readers.items():
             self._sort_value(value, readers)
@@ -86,19 +81,18 @@ class _Recompute:
     def _sort_value(self, value: Node, readers: Iterable[Node]) -> None:
         """See whether a value is wanted by the backward pass as it is or as a copy."""
         late = [each for each in readers if is_late(each)]
-        fused = tuple(each for each in late if each in self.readers.fusible)
-        own = tuple(each for each in late if each not in self.readers.fusible)
+        fused = [each for each in late if each in self.readers.fusible]
+        is_fixed = len(fused) < len(late)  # an own call reads it from memory
         region = self.region.get(self.readers.maker(value))
         depth = self.readers.depth
         if self.spans_passes and region is not None:
-            fused = tuple(each for each in fused if depth[each] != depth[value])
-        is_fixed = any(each.op == "output" or is_update(each) for each in readers)
-        is_fixed |= bool(own) and not self.for_own_calls
+            fused = [each for each in fused if depth[each] != depth[value]]
+        is_fixed |= any(each.op == "output" or is_update(each) for each in readers)
         if region is None or is_fixed or len({depth[each] for each in fused}) > _MAX_DEPTHS:
             if late or is_fixed:
                 self.pinned.add(value)
-        elif fused or own:
-            self.wanted[region][value] = Wanted(fused, own)
+        elif fused:
+            self.wanted[region][value] = fused
 
     def run(self) -> None:
         """Find what is best for each region given the others, until nothing changes; then copy."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from devplace.step_capture.layouts import new_call
 from devplace.step_capture.tags import Tag
 
 Node: TypeAlias = torch.fx.Node
@@ -111,9 +112,8 @@ def _stack(
         return False
     total, *others = sorted(made + rest)
     for other in others:
-        value = total.meta["val"] + other.meta["val"]
         with after(graph, total, other):
-            total = _call(graph, root.target, (total, other), root.meta["tag"], value)
+            total = new_call(graph, root.meta["tag"], root.target, total, other)
     root.replace_all_uses_with(total)
     return True
 
@@ -194,9 +194,8 @@ def _one_call(
         """The rows of all parts, one below the other: made once, when the last is there."""
         key = tuple(parts)
         if key not in stacks:
-            value = torch.cat([part.meta["val"] for part in parts])
             with after(graph, *parts):
-                stacks[key] = _call(graph, aten.cat.default, (parts,), tag, value)
+                stacks[key] = new_call(graph, tag, aten.cat.default, parts)
         return stacks[key]
 
     rows = stacked([term.rows for term in terms])
@@ -206,15 +205,10 @@ def _one_call(
     with after(graph, *reads):
         args: tuple[Any, ...] = (rows, *call.args[1:])
         if terms[0].other is not None:
-            turned = _call(graph, aten.t.default, (rows,), tag, rows.meta["val"].t())
-            args = (turned, reads[1])
-        kwargs = dict(call.kwargs)
-        value = call.target(*map(_value, args), **kwargs)
-        node = _call(graph, call.target, args, tag, value, kwargs)
+            args = (new_call(graph, tag, aten.t.default, rows), reads[1])
+        node = new_call(graph, tag, call.target, *args, **call.kwargs)
         for wrapper in wrappers:
-            args, kwargs = (node, *wrapper.args), dict(wrapper.kwargs)
-            value = wrapper.target(*map(_value, args), **kwargs)
-            node = _call(graph, wrapper.target, args, tag, value, kwargs)
+            node = new_call(graph, tag, wrapper.target, node, *wrapper.args, **dict(wrapper.kwargs))
     return node
 
 
@@ -225,20 +219,3 @@ def after(graph: torch.fx.Graph, *nodes: Node) -> AbstractContextManager[Any]:
         last = max(node for node in graph.nodes if node.op == "placeholder")
     point: AbstractContextManager[Any] = graph.inserting_before(last.next)
     return point
-
-
-def _value(arg: Any) -> Any:
-    return arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg
-
-
-def _call(
-    graph: torch.fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    tag: Tag,
-    value: Any,
-    kwargs: dict[str, Any] | None = None,
-) -> Node:
-    made = graph.call_function(target, args, kwargs)
-    made.meta.update(tag=tag, val=value)
-    return made

@@ -11,14 +11,12 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from devplace.step_capture.layouts import fake_call
+from devplace.step_capture.layouts import new_call
 from devplace.step_capture.rewrites.stacking import after
-from devplace.step_capture.rewrites.waits import Waits, levels
-from devplace.step_capture.tags import Tag
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
@@ -33,11 +31,6 @@ it would take 1.3 us."""
 MARGIN = 1.5
 """Joined products must be faster by this factor, for what they read and make is kept longer, and
 they can no longer be on different devices."""
-DEVICES = 4
-"""Where nothing is to wait, joined products must save more, shared by so many devices, than what
-needs only the first of them is delayed. Without this rule predicted steps of gnmt-4 on four H200
-are 24% longer (analytic costs, code not kept): all of the output layer, for one, would come after
-all of the decoder."""
 
 
 class _Joined(NamedTuple):
@@ -54,34 +47,57 @@ class _Joined(NamedTuple):
     base: Node | None = None
 
 
-def stack_inputs(graph: torch.fx.Graph, waits: Literal["never", "layers"] = "never") -> int:
+def stack_inputs(graph: torch.fx.Graph) -> int:
     """Make one product of products with the same right operand, where that is faster.
 
     They must be of one module, stage and micro-batch, of one shape, and none may depend on another.
-    Results are views of the one product. What is no longer used stays in the graph.
+    A recurrent layer then begins when the one before has done all time steps; on several devices,
+    layers can no longer run side by side. Results are views of the one product. What is no longer
+    used stays in the graph.
 
     Args:
         graph: A clean graph, with `val` and `tag` of every node.
-        waits: `never`: only where no other call (product, convolution) then has to wait for more
-            calls than before, nor for a long one, such as for the first layer of a recurrent net.
-            `layers`: wherever possible. Then a recurrent layer begins when the one before has done
-            all time steps; on several devices, layers can no longer run side by side.
 
     Returns:
         How many products there are fewer.
 
     Complexity: O(V + E) and for each weight that of the part of the graph between its products.
     """
-    known = Waits(graph) if waits == "never" else None
     spared = 0
     for products in _groups(graph):
-        for level in levels(products):
-            for some in known.in_step(level) if known else [level]:
-                joined = _joined(sorted(some))
-                if len(some) > 1 and _pays(joined, may_wait=known is None):
-                    _join(graph, joined)
-                    spared += len(some) - 1
+        for level in _levels(products):
+            joined = _joined(sorted(level))
+            if len(level) > 1 and _pays(joined):
+                _join(graph, joined)
+                spared += len(level) - 1
     return spared
+
+
+def _levels(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Nodes by how many others of them lie on the longest path up to each.
+
+    Nodes of one level do not depend on each other, and what depends on a node is of a later level.
+    So sets of nodes, each within a level, can be contracted all at once without making a cycle.
+
+    Args:
+        nodes: Nodes of one graph.
+
+    Complexity: O(V + E) of the part of the graph between the first and the last of them.
+    """
+    found: dict[int, list[Node]] = defaultdict(list)
+    wanted = set(nodes)
+    height: dict[Node, int] = {}
+    node, last = min(nodes), max(nodes)
+    while True:
+        level = max((height.get(each, 0) for each in node.all_input_nodes), default=0)
+        if node in wanted:
+            found[level].append(node)
+            level += 1
+        if level:
+            height[node] = level
+        if node is last:
+            return [found[level] for level in sorted(found)]
+        node = node.next
 
 
 def _groups(graph: torch.fx.Graph) -> list[list[Node]]:
@@ -100,23 +116,15 @@ def _groups(graph: torch.fx.Graph) -> list[list[Node]]:
     return [products for products in found.values() if len(products) > 1]
 
 
-def _pays(joined: _Joined, may_wait: bool) -> bool:
-    """Whether one product, with the copy of what it reads, is faster by `MARGIN`.
-
-    Args:
-        joined: The products.
-        may_wait: Whether others may be delayed; else it must be little, see `DEVICES`.
-    """
+def _pays(joined: _Joined) -> bool:
+    """Whether one product, with the copy of what it reads, is faster by `MARGIN`."""
     count, left = len(joined.products), _left(joined.products[0]).meta["val"]
     (rows, inner), columns = left.shape, joined.products[0].meta["val"].shape[1]
     size = left.element_size()
-    single_ns = _product_ns(rows, inner, columns, size)
     joined_ns = _product_ns(count * rows, inner, columns, size)
     if joined.base is None:
         joined_ns += LAUNCH_NS + 2 * count * rows * inner * size / BYTES_PER_NS
-    saved_ns, delay_ns = count * single_ns - joined_ns, joined_ns - single_ns
-    is_short = may_wait or DEVICES * delay_ns <= saved_ns
-    return is_short and MARGIN * joined_ns <= count * single_ns
+    return MARGIN * joined_ns <= count * _product_ns(rows, inner, columns, size)
 
 
 def _product_ns(rows: int, inner: int, columns: int, size: int) -> float:
@@ -193,15 +201,15 @@ def _join(graph: torch.fx.Graph, joined: _Joined) -> None:
     late = list(_late(products, max(needed)))
     with after(graph, *needed):
         if joined.base is None and dim == 0:
-            left = _call(graph, tag, aten.cat.default, reads)
+            left = new_call(graph, tag, aten.cat.default, reads)
         else:
-            whole = joined.base or _call(graph, tag, aten.stack.default, reads, dim)
-            left = _call(graph, tag, aten.view.default, whole, [count * rows, inner])
-        made = _call(graph, tag, first.target, *bias, left, right, **first.kwargs)
+            whole = joined.base or new_call(graph, tag, aten.stack.default, reads, dim)
+            left = new_call(graph, tag, aten.view.default, whole, [count * rows, inner])
+        made = new_call(graph, tag, first.target, *bias, left, right, **first.kwargs)
         shape = [rows, count, columns] if dim else [count, rows, columns]
-        whole = _call(graph, tag, aten.view.default, made, shape)
+        whole = new_call(graph, tag, aten.view.default, made, shape)
         parts = [
-            _call(graph, product.meta["tag"], aten.select.int, whole, dim, index)
+            new_call(graph, product.meta["tag"], aten.select.int, whole, dim, index)
             for index, product in enumerate(products)
         ]
     last = parts[-1]
@@ -237,10 +245,3 @@ def _spare_stacks(graph: torch.fx.Graph, whole: Node, parts: Sequence[Node], dim
 def _is_stack(node: Node, dim: int) -> bool:
     """Whether a node stacks matrices along a dimension."""
     return node.target is aten.stack.default and _dim(node, 1, 3) == dim
-
-
-def _call(graph: torch.fx.Graph, tag: Tag, target: Any, *args: Any, **kwargs: Any) -> Node:
-    made = graph.call_function(target, args, kwargs)
-    made.meta["tag"] = tag
-    made.meta["val"] = fake_call(made)
-    return made
