@@ -198,15 +198,18 @@ def workloads(as_json: bool) -> None:
 
 @devplace.command()
 @click.argument("name", required=False)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a machine file here.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
-def machines(name: str | None, as_json: bool) -> None:
-    """List machine presets, or show one (a preset, a machine file, or `detect`)."""
+def machines(name: str | None, output: Path | None, as_json: bool) -> None:
+    """List known cards, or show a machine: cards as `rtx4090+rtx3090x2`, a file, or `detect`."""
     from devplace.cli import show
 
     if name is None:
+        if output is not None:
+            raise click.UsageError("-o writes the machine that is named. Name one, as in: h100x4.")
         show.machine_list(as_json)
     else:
-        show.machine(name, as_json)
+        show.machine(name, output, as_json)
 
 
 @devplace.command()
