@@ -31,8 +31,8 @@ SOURCE = (
     "pytorch/pytorch-train-throughput-fp32.csv and -fp16.csv (commit 0551cb7), batch sizes from "
     "pytorch/pytorch-train-bs-fp32.csv and -fp16.csv (commit 08d77c4)"
 )
-# Card -> GB by which Lambda chose batch sizes, and samples/s: ResNet-50 and BERT-large fine-tuned on
-# SQuAD (384 tokens), each in float32 (tf32 where the card has it) and in mixed float16.
+# Card -> GB by which Lambda chose batch sizes, and samples/s: ResNet-50 and BERT-large fine-tuned
+# on SQuAD (384 tokens), each in float32 (tf32 where the card has it) and in mixed float16.
 PUBLISHED = {
     "v100": (16, 369, 833, 12, 57),
     "rtx8000": (48, 274, 651, 12, 50),
@@ -145,13 +145,13 @@ def page(data: dict[str, Any]) -> str:
         "",
         "<!-- made by experiments/card_benchmarks.py -->",
         "",
-        f"Predicted training steps of {len(cards)} cards, from their data sheets alone, beside steps"
-        " that others measured on them. Published are samples per second of one card:",
-        f"{data['source']}. Predicted is the sum of the analytic costs of all ops of a fused step of"
-        " the same model, batch and precision; in brackets that op by op. NVIDIA's BERT has kernels"
-        " fused by hand, its ResNet-50 only those of its libraries, so each lies between the two."
-        " float32 is tf32 where a card has it, as in NVIDIA's containers; mixed precision was"
-        " captured in bfloat16 and priced at the rates of float16.",
+        f"Predicted training steps of {len(cards)} cards, from their data sheets alone, beside"
+        " steps that others measured on them. Published are samples per second of one card:",
+        f"{data['source']}. Predicted is the sum of the analytic costs of all ops of a fused step"
+        " of the same model, batch and precision; in brackets that op by op. NVIDIA's BERT has"
+        " kernels fused by hand, its ResNet-50 only those of its libraries, so each lies"
+        " between the two. float32 is tf32 where a card has it, as in NVIDIA's containers; mixed"
+        " precision was captured in bfloat16 and priced at the rates of float16.",
         "",
         f"{near} of {len(rows)} are within a factor of {LIMIT}. A ratio below 1 is a step predicted"
         " too short.",
