@@ -164,6 +164,23 @@ def test_a_plan_is_explained(folder: Path) -> None:
     placed = json.loads(devplace("explain", "plan.json", "--device-map", cwd=folder).stdout)
     assert placed == data["device_map"]
     assert set(placed.values()) <= {"cpu:0", "cpu:1"}
+    (folder / "map.json").write_text('{"0": "cpu:1", "2": "cpu:0"}')
+    options = (
+        "--machine",
+        "cpux2",
+        "--budget",
+        "20ev",
+        "--pins-from",
+        "map.json",
+        "-o",
+        "again.json",
+    )
+    done = devplace("plan", "mlp.py:build", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    again = json.loads(devplace("explain", "again.json", "--device-map", cwd=folder).stdout)
+    assert again == {"0": "cpu:1", "2": "cpu:0"}
+    cut = json.loads(devplace("explain", "again.json", "--split-points", cwd=folder).stdout)
+    assert cut == {"2": "cpu:0"}
     options = ("--machine", "cpux2", "--budget", "20ev", "--html", "page.html")
     done = devplace("compare", "mlp.py:build", *options, cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -241,4 +241,15 @@ def explain(path: Path, given: Given) -> ExplainOutcome:
     with working("explaining"):
         timeline = plan.timeline(session.problem)
         loads = report.plan_load_lines(plan, timeline.problem)
-        return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))
+        model = getattr(session.workload, "model", None)
+        names = model.state_dict() if model is not None else ()
+        found = report.device_map(timeline, names=names)
+        return ExplainOutcome(report.explain(timeline), found, tuple(loads))
+
+
+def split_points(path: Path, given: Given) -> dict[str, str]:
+    """Where a pipeline's stages begin."""
+    from devplace import report
+
+    plan = load_plan(path)
+    return report.split_points(plan.timeline(reopen(plan, path, given).problem))
