@@ -164,6 +164,9 @@ def test_a_plan_is_explained(folder: Path) -> None:
     placed = json.loads(devplace("explain", "plan.json", "--device-map", cwd=folder).stdout)
     assert placed == data["device_map"]
     assert set(placed.values()) <= {"cpu:0", "cpu:1"}
+    done = devplace("explain", "plan.json", "--html", "one.html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "<canvas" in (folder / "one.html").read_text()
     (folder / "map.json").write_text('{"0": "cpu:1", "2": "cpu:0"}')
     options = (
         "--machine",

@@ -324,9 +324,19 @@ def bench(specs: tuple[str, ...], as_json: bool, **values: Any) -> None:
     is_flag=True,
     help="Only the modules at which a pipeline's stages begin, and their devices, as JSON.",
 )
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Write a page with the timeline; after a run, with what was measured.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
 def explain(
-    plan_file: Path, device_map: bool, split_points: bool, as_json: bool, **values: Any
+    plan_file: Path,
+    device_map: bool,
+    split_points: bool,
+    html: Path | None,
+    as_json: bool,
+    **values: Any,
 ) -> None:
     """Say where PLAN puts each module and why, and what limits the step."""
     from devplace.cli import running
@@ -334,7 +344,7 @@ def explain(
     if split_points:
         _print_json(running.split_points(plan_file, _given(values)))
         return
-    outcome = running.explain(plan_file, _given(values))
+    outcome = running.explain(plan_file, _given(values), html)
     if device_map:
         _print_json(outcome.device_map)
     else:
