@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from devplace.errors import InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
 from devplace.placers.counted_simulator import Measure
 from devplace.placers.infeasible import infeasible, no_room
-from devplace.placers.margin_retry import search
+from devplace.placers.margin_retry import search, with_priority
 from devplace.placers.placer import Placer
 from devplace.placers.result import Result, made_for
 from devplace.placers.throughput_placing import place_throughput
@@ -122,12 +124,14 @@ def place(
 def leanest(
     placement: Placement, timeline: Timeline, others: Iterable[Placement]
 ) -> tuple[Placement, Timeline]:
-    """Of a placement and others, those that are as fast and fit, the one whose fullest device holds
-    least; of equal ones the first."""
+    """Of a placement and others that are as fast, fit and use no more devices, the one whose
+    fullest device holds least; of equal ones the first."""
     best = placement, timeline
+    used = np.count_nonzero(timeline.peak_bytes)
     for other in others:
         step = simulate(timeline.problem, other)
         is_equal = step.is_feasible and step.makespan_ns == timeline.makespan_ns
-        if is_equal and step.peak_bytes.max() < best[1].peak_bytes.max():
-            best = other, step
+        is_leaner = step.peak_bytes.max() < best[1].peak_bytes.max()
+        if is_equal and is_leaner and np.count_nonzero(step.peak_bytes) <= used:
+            best = with_priority(timeline.problem, other), step
     return best
