@@ -42,7 +42,7 @@ def _cpu_name() -> str:
 
 def _git(*arguments: str) -> str:
     done = subprocess.run(
-        ["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent
+        ["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent.parent
     )
     return done.stdout.strip()
 

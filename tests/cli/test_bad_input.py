@@ -72,6 +72,8 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["plan", "mlp.py:build", "--machine", "k40x2", "--budget", "1ev,2ev"], 2, ["twice"]),
     (["trace", "plan.json", "-o", "no/such/folder/t.json"], 2, ["no/such/folder"]),
     (["machines", "k40x99"], 2, ["k40"]),
+    (["plan", "mlp.py:build", "--pins-from", "no.json"], 2, ["device map no.json", "No such file"]),
+    (["plan", "mlp.py:build", "--pins-from", "mlp.py"], 2, ["mlp.py holds no device map"]),
     (["machines", "bad.toml"], 2, ["bad.toml:6"]),
     (["machines", "cyclic.toml"], 2, ["cyclic.toml"]),
 ]

@@ -12,6 +12,7 @@ import pytest
 from tests.cli.runner import MLP, devplace, folder, refused
 
 from devplace.cli import main
+from devplace.machine import load_machine
 
 __all__ = ["folder"]
 
@@ -163,6 +164,26 @@ def test_a_plan_is_explained(folder: Path) -> None:
     placed = json.loads(devplace("explain", "plan.json", "--device-map", cwd=folder).stdout)
     assert placed == data["device_map"]
     assert set(placed.values()) <= {"cpu:0", "cpu:1"}
+    done = devplace("explain", "plan.json", "--html", "one.html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "<canvas" in (folder / "one.html").read_text()
+    (folder / "map.json").write_text('{"0": "cpu:1", "2": "cpu:0"}')
+    options = (
+        "--machine",
+        "cpux2",
+        "--budget",
+        "20ev",
+        "--pins-from",
+        "map.json",
+        "-o",
+        "again.json",
+    )
+    done = devplace("plan", "mlp.py:build", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    again = json.loads(devplace("explain", "again.json", "--device-map", cwd=folder).stdout)
+    assert again == {"0": "cpu:1", "2": "cpu:0"}
+    cut = json.loads(devplace("explain", "again.json", "--split-points", cwd=folder).stdout)
+    assert cut == {"2": "cpu:0"}
     options = ("--machine", "cpux2", "--budget", "20ev", "--html", "page.html")
     done = devplace("compare", "mlp.py:build", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -341,6 +362,18 @@ def test_lists_are_there_for_people_and_programs(folder: Path) -> None:
     shown = devplace("machines", "k40x4", cwd=folder)
     assert "cuda:3" in shown.stdout
     assert json.loads(devplace("machines", "k40x4", "--json", cwd=folder).stdout)["sources"]
+    cards = devplace("machines", cwd=folder).stdout.splitlines()
+    assert any(row.split()[0] == "rtx4090" and " 24 GB " in row for row in cards if row)
+
+
+def test_a_known_machine_is_written_to_be_edited(folder: Path) -> None:
+    """The file is the machine; one that is there is not overwritten."""
+    done = devplace("machines", "rtx4090+rtx3090x2", "-o", "mixed.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert load_machine(folder / "mixed.toml") == load_machine("rtx4090+rtx3090x2")
+    refused(devplace("machines", "h100", "-o", "mixed.toml", cwd=folder), 2, "is there already")
+    refused(devplace("machines", "h100", "-o", "h100.json", cwd=folder), 2, "end in .toml")
+    refused(devplace("machines", "-o", "all.toml", cwd=folder), 2, "Name one")
 
 
 @pytest.mark.slow

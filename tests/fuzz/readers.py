@@ -28,6 +28,7 @@ from devplace.placers import Budget, PostPpo
 from devplace.placers.rl.curves import Curves
 from devplace.placers.rl.options import TrainingOptions
 from devplace.placers.rl.training import Training
+from devplace.report import read_pins
 from devplace.run.measured_timeline import MeasuredTimeline
 from devplace.testing.hand import hand_graph
 from tests.instances import files as instance_files
@@ -192,6 +193,12 @@ def _kernel(store: KernelStore) -> bytes:
     return store.path("key").read_bytes()
 
 
+def _read_device_map(path: Path) -> None:
+    pins = read_pins(path)
+    graph, machine = _graph(), dp.load_machine("cpux2")
+    dp.Problem(graph, machine, dp.Analytic()(graph, machine), pins=pins)
+
+
 def _read_kernel(path: Path) -> None:
     store = KernelStore("fuzz")
     object.__setattr__(store, "folder", path.parent)
@@ -229,11 +236,17 @@ def all_readers(folder: Path) -> list[Reader]:
         Reader("checkpoint", (_checkpoint(folder),), "checkpoint", _read_checkpoint),
         Reader("timings", (_timings(folder),), "t.sqlite", _read_timings),
         Reader("kernel", (_kernel(KernelStore("fuzz")),), "key.py", _read_kernel),
+        Reader(
+            "device-map",
+            (b'{"": "cpu:0"}', b'{"encoder": "cpu:1", "head": "cpu"}'),
+            "map.json",
+            _read_device_map,
+        ),
         Reader("budget", (b"30s,2000ev", b"2min", b"500 ev"), "budget", _read_budget),
     ]
 
 
 NAMES = (
     *("machine", "graph", "plan", "measured", "tarnawski", "piper", "pipedream", "doppler"),
-    *("best-known", "curves", "checkpoint", "timings", "kernel", "budget"),
+    *("best-known", "curves", "checkpoint", "timings", "kernel", "budget", "device-map"),
 )

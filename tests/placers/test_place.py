@@ -14,6 +14,7 @@ from tests.strategies import random_problem
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers import Budget, Cpu, Evaluator, Placer, Random, Search, Single, place
 from devplace.placers.orders import in_trace_order
+from devplace.placers.place import leanest
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
@@ -170,3 +171,29 @@ def test_progress_is_told_as_the_budget_is_spent() -> None:
     place(tiny_problems()[0].problem, Random(), "30ev", progress=parts.append)
     assert parts == sorted(parts)
     assert 0 < parts[0] <= parts[-1] == 1.0
+
+
+def test_of_plans_as_fast_the_leanest_is_taken() -> None:
+    """Two large tensors are reduced to small ones in 20 ns in any order; one after the other they
+    are not there at once. A leaner plan that is slower does not count."""
+    problem = hand_problem(
+        """
+        x = input bytes=1
+        a = f(x) bytes=50 ns=5
+        b = f(x) bytes=50 ns=5
+        c = sum(a) bytes=1 ns=5
+        d = sum(b) bytes=1 ns=5
+        e = add(c, d) bytes=1 result=output
+        """,
+        hand_machine({"gpu:0": 200, "gpu:1": 200}),
+    )
+    devices = np.zeros(6, np.int32)
+    together = Placement(devices, np.array([9, 8, 7, 6, 5, 4]))
+    in_turn = Placement(devices, np.array([9, 8, 5, 7, 4, 3]))
+    first, second = simulate(problem, together), simulate(problem, in_turn)
+    assert first.makespan_ns == second.makespan_ns
+    assert first.peak_bytes.max() > second.peak_bytes.max()
+    split = Placement(np.array([0, 0, 1, 0, 1, 0], np.int32), np.array([9, 8, 7, 6, 5, 4]))
+    assert simulate(problem, split).makespan_ns != first.makespan_ns
+    assert leanest(together, first, [split, in_turn])[0] is in_turn
+    assert leanest(in_turn, second, [split, together])[0] is in_turn

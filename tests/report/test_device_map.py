@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report.steps import chain_graph, machine, make_problem, placed, wide_graph
 
-from devplace.errors import PlanError, PlanMismatchError
+from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.plan import load_plan
-from devplace.report import device_map
-from devplace.report.device_map import collapse, user_names
+from devplace.report import device_map, pins_of, split_points
+from devplace.report.device_map import Held, collapse, module_paths, user_names
 
 parts = st.sampled_from("abc")
 names = st.lists(parts, min_size=0, max_size=3).map(".".join)
@@ -30,15 +31,103 @@ def covers(path: str, name: str) -> bool:
 
 
 @given(held)
-def test_map_covers_every_parameter_once_with_its_device(held: dict[str, str]) -> None:
-    """Exactly one path covers each parameter, it says its device, and no two could be merged."""
-    found = collapse(held)
+def test_map_covers_every_parameter_once(held: dict[str, str]) -> None:
+    """Exactly one path covers each parameter, all are modules, none could be merged with another,
+    and modules that no block keeps whole are where they were."""
+    found = collapse({name: Held(device) for name, device in held.items()})
+    modules = {path for name in held for path in module_paths(name)}
     for name, device in held.items():
-        assert [found[path] for path in found if covers(path, name)] == [device]
+        (path,) = [path for path in found if covers(path, name)]
+        module = name.rpartition(".")[0]
+        alone = all(other.rpartition(".")[0] != module for other in held if other != name)
+        nested = any(n != name and covers(n.rpartition(".")[0], name) for n in held)
+        if alone and not nested and not any(covers(module, n) for n in held if n != name):
+            assert found[path] == device
+    assert set(found) <= modules
     for path in filter(None, found):
         above = path.rpartition(".")[0]
-        assert len({d for name, d in held.items() if covers(above, name)}) > 1
-    assert all(any(covers(path, name) for name in held) for path in found)
+        assert len({d for p, d in found.items() if covers(above, p) or p == above}) > 1
+
+
+def test_blocks_go_whole_where_most_of_their_bytes_are() -> None:
+    """A module of a list and one with parameters of its own are not cut."""
+    held = {
+        "embed.cls": Held("cuda:0", 4),
+        "embed.patch.weight": Held("cuda:1", 100),
+        "layers.0.attention.weight": Held("cuda:0", 30),
+        "layers.0.mlp.weight": Held("cuda:1", 20),
+        "layers.1.attention.weight": Held("cuda:1", 30),
+        "layers.1.mlp.weight": Held("cuda:1", 20),
+        "head.weight": Held("cuda:0", 9),
+    }
+    assert collapse(held) == {
+        "embed": "cuda:1",
+        "layers.0": "cuda:0",
+        "layers.1": "cuda:1",
+        "head": "cuda:0",
+    }
+
+
+def test_names_the_step_does_not_use_are_covered() -> None:
+    """They go where most of the nearest module above them is."""
+    held = {"bert.layer.0.w": Held("cuda:0", 3), "bert.layer.1.w": Held("cuda:1", 5)}
+    names = [*held, "bert.pooler.dense.weight", "bert.layer.0.extra.bias"]
+    found = collapse(held, names)
+    assert found["bert.pooler"] == "cuda:1"
+    assert [found[path] for path in found if covers(path, names[-1])] == ["cuda:0"]
+    assert all(sum(covers(path, name) for path in found) == 1 for name in names)
+
+
+def test_pins_of_a_map_put_the_weights_back() -> None:
+    """What accelerate writes is read: numbers of GPUs, `cpu`, `""`; inner paths come first."""
+    found = pins_of({"": 0, "a": "cpu", "a.b": "cuda:1"})
+    assert list(found.items()) == [("a.b", "cuda:1"), ("a", "cpu:0"), ("*", "cuda:0")]
+    problem = make_problem(chain_graph(3), machine(2))
+    mapped = {"layer0": "cuda:0", "layer1": "cuda:1", "layer2": "cuda:0"}
+    again = make_problem(chain_graph(3), machine(2), pins=pins_of(mapped))
+    assert device_map(placed(again, mapped).timeline) == mapped
+    assert problem.graph == again.graph
+
+
+@pytest.mark.parametrize("bad", [{"a": "disk"}, {"a": -1}, {"a": True}, {"a": None}, {}, [], "x"])
+def test_what_is_no_device_map_is_refused(bad: object) -> None:
+    """Also a map that leaves weights on disk."""
+    with pytest.raises(InputError, match="device"):
+        pins_of(bad)
+
+
+def test_split_points_are_where_the_next_device_begins() -> None:
+    """The first stage begins with the model; a device that comes back is no stage."""
+    problem = make_problem(chain_graph(4), machine(2))
+    halves = {"layer0": "cuda:0", "layer1": "cuda:0", "layer2": "cuda:1", "layer3": "cuda:1"}
+    assert split_points(placed(problem, halves).plan) == {"layer2": "cuda:1"}
+    back = halves | {"layer3": "cuda:0"}
+    with pytest.raises(PlanError, match="'layer3' is on cuda:0 again after cuda:1"):
+        split_points(placed(problem, back).plan)
+
+
+@pytest.mark.slow
+def test_accelerate_takes_the_map_of_a_transformers_model() -> None:
+    """Without a warning: all keys are modules, and every name of a tied weight is covered."""
+    accelerate, transformers = (pytest.importorskip(n) for n in ("accelerate", "transformers"))
+    import torch
+
+    import devplace as dp
+
+    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.randint(50, (2, 8))
+    update = torch.optim.SGD(model.parameters())
+    graph = dp.capture(model, {"input_ids": ids, "labels": ids}, None, update)
+    described = dp.load_machine("p100x2")
+    pins = {"transformer.h.1": "cuda:1", "transformer.h.0": "cuda:0"}
+    problem = dp.Problem(graph, described, dp.Analytic()(graph, described), pins=pins)
+    plan = dp.place(problem, dp.placers.Random(), "5ev").plan
+    found = device_map(plan, names=model.state_dict())
+    assert (found["transformer.h.0"], found["transformer.h.1"]) == ("cuda:0", "cuda:1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerate.utils.modeling.check_device_map(model, found)
 
 
 def test_whole_model_on_one_device_is_one_entry() -> None:

@@ -8,12 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from tests.report.steps import chain_graph, machine, make_problem, placed
 
 from devplace.errors import InputError
 from devplace.graph import OpGraph
 from devplace.report import Skipped, html_report, save_html_report
+from devplace.run.measured_timeline import MeasuredTimeline
 
 
 class Page(HTMLParser):
@@ -69,6 +71,24 @@ def test_page_is_self_contained_and_complete() -> None:
     assert busy == result.timeline.busy_ns.tolist()
     assert "more than 20 groups" in page.ids["comparison"]
     assert "6 ms predicted" in page.ids["summary"]
+
+
+def test_the_page_folds_says_what_helps_and_has_scales() -> None:
+    """Equal layers are one row until opened, with memory by module; changes are simulated ones;
+    curves of memory have their peak beside them; a measured run stands beside the plan."""
+    result = placed(make_problem(chain_graph(2), machine(2)))
+    page = Page(html_report(result))
+    assert page.open == []
+    assert "memory at the peak" in page.ids["modules"]
+    assert "cuda:1 twice as fast" in page.ids["faster"]
+    assert "measured" not in page.ids
+    assert "fillText(bytes(track.peak)" in html_report(result)
+    assert "prefers-color-scheme: dark" in html_report(result)
+    spent = result.timeline
+    none = np.zeros(0, np.int64)
+    times = (spent.start_ns, spent.finish_ns * 2, none, none)
+    run = MeasuredTimeline(*times, spent.makespan_ns * 2)
+    assert "-50%" in Page(html_report(result, measured=run)).ids["measured"]
 
 
 def test_names_cannot_break_out_of_the_page() -> None:

@@ -118,6 +118,12 @@ def _problem_options(command: F) -> F:
         click.option(
             "--pin", multiple=True, metavar="PATTERN=DEVICE", help="As 'encoder.*=cuda:1'."
         ),
+        click.option(
+            "--pins-from",
+            metavar="MAP.json",
+            type=click.Path(path_type=Path),
+            help="Pins of a device map, after those of --pin.",
+        ),
         click.option("--exclude", multiple=True, metavar="DEVICE", help="Do not use this device."),
         click.option(
             "--cpu",
@@ -180,7 +186,19 @@ def _outputs(values: dict[str, Any]) -> Outputs:
 def _request(values: dict[str, Any]) -> PlanRequest:
     from devplace.cli.session import PlanRequest
 
+    if values["pins_from"] is not None:
+        pins = _pins_from(values["pins_from"], values["pin"])
+        values = values | {"pin": (*values["pin"], *pins)}
     return PlanRequest.from_options(values)
+
+
+def _pins_from(path: Path, given: tuple[str, ...]) -> list[str]:
+    """The pins of a device map in a file, less those that are given besides."""
+    from devplace.report import read_pins
+
+    named = {text.rpartition("=")[0] for text in given}
+    pins = read_pins(path)
+    return [f"{pattern}={device}" for pattern, device in pins.items() if pattern not in named]
 
 
 @devplace.command()
@@ -203,15 +221,18 @@ def workloads(as_json: bool) -> None:
 
 @devplace.command()
 @click.argument("name", required=False)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a machine file here.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
-def machines(name: str | None, as_json: bool) -> None:
-    """List machine presets, or show one (a preset, a machine file, or `detect`)."""
+def machines(name: str | None, output: Path | None, as_json: bool) -> None:
+    """List known cards, or show a machine: cards as `rtx4090+rtx3090x2`, a file, or `detect`."""
     from devplace.cli import show
 
     if name is None:
+        if output is not None:
+            raise click.UsageError("-o writes the machine that is named. Name one, as in: h100x4.")
         show.machine_list(as_json)
     else:
-        show.machine(name, as_json)
+        show.machine(name, output, as_json)
 
 
 @devplace.command()
@@ -303,12 +324,32 @@ def bench(specs: tuple[str, ...], as_json: bool, **values: Any) -> None:
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @_plan_options
 @click.option("--device-map", is_flag=True, help="Only the map of modules to devices, as JSON.")
+@click.option(
+    "--split-points",
+    is_flag=True,
+    help="Only the modules at which a pipeline's stages begin, and their devices, as JSON.",
+)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Write a page with the timeline; after a run, with what was measured.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
-def explain(plan_file: Path, device_map: bool, as_json: bool, **values: Any) -> None:
+def explain(
+    plan_file: Path,
+    device_map: bool,
+    split_points: bool,
+    html: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Say where PLAN puts each module and why, and what limits the step."""
     from devplace.cli import running
 
-    outcome = running.explain(plan_file, _given(values))
+    if split_points:
+        _print_json(running.split_points(plan_file, _given(values)))
+        return
+    outcome = running.explain(plan_file, _given(values), html)
     if device_map:
         _print_json(outcome.device_map)
     else:

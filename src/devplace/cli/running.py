@@ -10,8 +10,16 @@ from typing import Any
 
 import click
 
-from devplace.cli.measured_file import keep_measured
-from devplace.cli.session import Given, Session, prints_on_stderr, reopen, working
+from devplace.cli.measured_file import keep_measured, load_measured, measured_path
+from devplace.cli.session import (
+    Given,
+    Session,
+    check_output,
+    prints_on_stderr,
+    refuse_overwriting,
+    reopen,
+    working,
+)
 from devplace.cli.tracing import print_deviations
 from devplace.errors import WriteError
 from devplace.plan import Plan, load_plan
@@ -232,13 +240,50 @@ class ExplainOutcome:
             click.echo(line)
 
 
-def explain(path: Path, given: Given) -> ExplainOutcome:
-    """Explain a plan."""
+def explain(path: Path, given: Given, html: Path | None = None) -> ExplainOutcome:
+    """Explain a plan; write it as a page besides."""
     from devplace import report
 
     plan = load_plan(path)
+    if html is not None:
+        check_output("a page", html, (path, measured_path(path)))
     session = reopen(plan, path, given)
+    if html is not None:
+        refuse_overwriting(html, session.request.files())
+        _write_page(html, path, plan, session)
     with working("explaining"):
         timeline = plan.timeline(session.problem)
         loads = report.plan_load_lines(plan, timeline.problem)
-        return ExplainOutcome(report.explain(timeline), report.device_map(timeline), tuple(loads))
+        model = getattr(session.workload, "model", None)
+        names = model.state_dict() if model is not None else ()
+        found = report.device_map(timeline, names=names)
+        return ExplainOutcome(report.explain(timeline), found, tuple(loads))
+
+
+def _write_page(html: Path, path: Path, plan: Plan, session: Session) -> None:
+    from devplace import report
+    from devplace.placers import Result
+    from devplace.simulator.bounds import lower_bound
+
+    timeline = plan.timeline(session.problem)
+    result = Result(
+        placement=plan.as_placement(),
+        timeline=timeline,
+        plan=plan,
+        placer=str(plan.request.get("placer", "")),
+        seed=int(plan.request.get("seed", 0)),
+        evaluations=0,
+        seconds=0.0,
+        history=(),
+        bound=lower_bound(session.problem),
+    )
+    report.save_html_report(html, result, measured=load_measured(path, plan))
+    click.echo(f"Page written to {html}", err=True)
+
+
+def split_points(path: Path, given: Given) -> dict[str, str]:
+    """Where a pipeline's stages begin."""
+    from devplace import report
+
+    plan = load_plan(path)
+    return report.split_points(plan.timeline(reopen(plan, path, given).problem))

@@ -3,44 +3,55 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
 
-from devplace.machine import Machine, load_machine, presets
+from devplace.errors import InputError
+from devplace.files import write_whole
+from devplace.machine import Machine, load_machine, presets, toml
 from devplace.simulator import native_module
 from devplace.units import format_bytes, format_time
 
 
 def machine_list(as_json: bool) -> None:
-    """All presets, and which simulator is in use."""
+    """All cards, how they are counted and mixed, and which simulator is in use."""
     simulator = "native" if native_module() is not None else "python"
-    rows = [load_machine(name) for name in presets.NAMES]
     if as_json:
+        rows = [load_machine(name) for name in presets.NAMES]
         found = [{"name": m.name, "devices": [d.model for d in m.devices]} for m in rows]
         click.echo(json.dumps({"machines": found, "simulator": simulator}))
         return
-    width = max(len(m.name) for m in rows)
-    for m in rows:
-        click.echo(f"{m.name:{width}}  {_devices_line(m)}")
-    click.echo("\n`detect` is this machine; any machine file (.toml) works the same.")
+    width = max(map(len, presets.CARDS))
+    wide = max(len(card.model) for card in presets.CARDS.values())
+    for name, card in presets.CARDS.items():
+        half = max(d.get("float16", 0) for d in (card.peak_tflops, card.tensor_tflops))
+        click.echo(
+            f"{name:{width}}  {card.model:{wide}} {card.sold_gb:4d} GB {card.bandwidth_gb:5g} GB/s"
+            f"  {card.peak_tflops['float32']:6g} TFLOP/s float32 {half:7g} float16"
+        )
+    click.echo(
+        "\nCards are counted and mixed: 'rtx4090+rtx3090x2' is a machine of three cards. Peaks are"
+        "\nthose of the data sheets; `devplace machines NAME` says what of them is reckoned with."
+        "\n`-o FILE.toml` writes it as a machine file to edit. Other machines: laptop, unequal-2,"
+        "\ncpuxN (N logical CPU devices). `detect` is this machine; machine files work the same."
+    )
     if simulator == "native":
         click.echo("Simulator: native.")
     else:
         click.echo("Simulator: plain Python (the native one was not built; about 200x slower).")
 
 
-def _devices_line(machine: Machine) -> str:
-    counts: dict[str, int] = {}
-    for device in machine.devices:
-        label = f"{device.model or device.kind} ({format_bytes(device.memory_bytes)})"
-        counts[label] = counts.get(label, 0) + 1
-    return ", ".join(f"{n} x {label}" if n > 1 else label for label, n in counts.items())
+def machine(name: str, output: Path | None, as_json: bool) -> None:
+    """One machine: devices, links, sources; written to `output` as a machine file instead.
 
-
-def machine(name: str, as_json: bool) -> None:
-    """One machine: devices, links, sources."""
+    Raises:
+        InputError: `output` is no machine file's name, is there already, or cannot be written.
+    """
     found = load_machine(name)
+    if output is not None:
+        _write(found, output)
     if as_json:
         click.echo(json.dumps(_as_json(found)))
         return
@@ -55,8 +66,8 @@ def machine(name: str, as_json: bool) -> None:
         devices.add_row(
             d.name,
             d.model,
-            format_bytes(d.memory_bytes),
-            format_bytes(d.reserve_bytes),
+            _size(d.memory_bytes),
+            _size(d.reserve_bytes),
             f"{d.flops_per_s['float32'] / 1e12:.3g} TFLOP/s",
             f"{format_bytes(d.bytes_per_s)}/s",
             format_time(d.launch_gap_ns),
@@ -68,6 +79,23 @@ def machine(name: str, as_json: bool) -> None:
         out.print(note)
     for topic, source in found.sources.items():
         out.print(f"{topic}: {source}")
+
+
+def _size(num_bytes: int) -> str:
+    """As memory is sold and machine files say: 24 GiB, which makers call 24 GB."""
+    return f"{num_bytes / 2**30:.4g} GiB"
+
+
+def _write(found: Machine, output: Path) -> None:
+    if output.suffix != ".toml":
+        raise InputError(f"Machine files end in .toml, got {output}. Name it {output.stem}.toml.")
+    if output.exists():
+        raise InputError(f"{output} is there already; it may be edited. Name another file.")
+    try:
+        write_whole(output, toml.dumps(found).encode())
+    except OSError as error:
+        raise InputError(f"Cannot write {output}: {error.strerror}. Check the path.") from error
+    click.echo(f"Wrote {output}: edit it and use it as --machine {output}.", err=True)
 
 
 def _as_json(found: Machine) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import msgspec
 
 from devplace.errors import MachineError
 from devplace.machine.machine import Device, Link, Machine, Pool
-from devplace.machine.presets import cards, families, host_ops, wiring
+from devplace.machine.presets import cards, families, host_ops, hosts, wiring
 
 # Peak float32 operations per core and cycle by the widest vector unit /proc/cpuinfo names (two
 # fused multiply-adds), and the clock assumed for all: vendors' base clocks lie around it.
@@ -21,7 +21,6 @@ FLOPS_PER_CYCLE = {"avx512f": 64, "avx2": 32, "avx": 16, "asimd": 16}
 CLOCK_HZ = 2_500_000_000
 MAX_LOGICAL_CPUS = 4
 ROUND_BYTES = 64 * 2**20
-NVLINKS = {"P100": wiring.NVLINK1, "V100": wiring.NVLINK2, "A100": wiring.NVSWITCH_A100}
 
 
 def detect(cpu_devices: int | None = None) -> Machine:
@@ -137,7 +136,7 @@ def gpu_machine(torch: Any) -> Machine:
     pcie = _pcie(gpus[0].model)
     links = wiring.host_links(pcie, names) + _peer_links(torch, gpus, pcie)
     model, per_cycle = _cpu_info()
-    host = cards.Host(
+    host = hosts.Host(
         model=model,
         memory_bytes=memory_limit(),
         cores=num_cores(),
@@ -148,13 +147,15 @@ def gpu_machine(torch: Any) -> Machine:
     ).device()
     host = msgspec.structs.replace(
         host,
-        # A small host must keep something to place on it.
-        reserve_bytes=min(host.reserve_bytes, host.memory_bytes // 4),
         unsupported_ops=host_ops.OPS_OFF_HOST,
     )
     nvlinks = dict.fromkeys(wire.source for gpu in gpus if (wire := _nvlink(gpu.model)))
     speeds = " ".join([pcie.source, *nvlinks])
-    known = {gpu.model: card.source for gpu in gpus if (card := _card(gpu.model))}
+    known = {
+        gpu.model: card.source
+        for gpu in gpus
+        if (card := cards.card_of(gpu.model, gpu.memory_bytes))
+    }
     return Machine(
         name="detected",
         devices=(host, *gpus),
@@ -171,14 +172,10 @@ def gpu_machine(torch: Any) -> Machine:
     )
 
 
-def _card(model: str) -> cards.Card | None:
-    return next((c for c in cards.CARDS if any(p in model for p in c.patterns)), None)
-
-
 def _gpu(torch: Any, index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    card = _card(properties.name)
+    card = cards.card_of(properties.name, total)
     known = card is not None
     template = (card or _unknown_card(properties)).device(f"cuda:{index}")
     cached = _unused_cache(torch, index)
@@ -227,10 +224,8 @@ def _unknown_card(properties: Any) -> cards.Card:
 
 
 def _pcie(model: str) -> wiring.Wire:
-    card = _card(model)
-    if card in (cards.H100, cards.H200):
-        return wiring.PCIE5
-    return wiring.PCIE3 if card in (cards.K40, cards.P100, cards.V100) else wiring.PCIE4
+    card = cards.card_of(model)
+    return wiring.PCIE.get(card.pcie, wiring.PCIE4) if card else wiring.PCIE4
 
 
 def _peer_links(torch: Any, gpus: Iterable[Device], pcie: wiring.Wire) -> tuple[Link, ...]:
@@ -253,8 +248,5 @@ def _peer_link(a: Device, b: Device, pcie: wiring.Wire) -> tuple[Link, ...]:
 
 def _nvlink(model: str) -> wiring.Wire | None:
     """What joins two cards of this model that have peer access, if it comes with NVLink."""
-    if "PCIe" in model or "PCIE" in model:
-        return None
-    if _card(model) in (cards.H100, cards.H200):
-        return wiring.NVSWITCH_HOPPER
-    return next((wire for part, wire in NVLINKS.items() if part in model), None)
+    card = cards.card_of(model)
+    return wiring.NVLINKS.get(card.peers) if card else None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from devplace.errors import InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
 from devplace.placers.counted_simulator import Measure
 from devplace.placers.infeasible import infeasible, no_room
-from devplace.placers.margin_retry import search
+from devplace.placers.margin_retry import search, with_priority
 from devplace.placers.placer import Placer
 from devplace.placers.result import Result, made_for
 from devplace.placers.throughput_placing import place_throughput
 from devplace.plan import make_plan
-from devplace.problem import Problem
+from devplace.problem import Placement, Problem
+from devplace.simulator import Timeline, simulate
 from devplace.simulator.bounds import LowerBound, lower_bound
 
 OBJECTIVES = ("latency", "throughput")
@@ -93,6 +96,8 @@ def place(
         )
     found = search(problem, placer, budget, seed, progress, measure, bound.step_ns)
     placement, timeline = found.placement, found.timeline
+    if measure is None and timeline.is_feasible:
+        placement, timeline = leanest(placement, timeline, found.runners_up)
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
     if found.is_infeasible and not bound.lack:
         bound = replace(bound, lack="exact")
@@ -114,3 +119,19 @@ def place(
         found.runners_up,
         found.notes,
     )
+
+
+def leanest(
+    placement: Placement, timeline: Timeline, others: Iterable[Placement]
+) -> tuple[Placement, Timeline]:
+    """Of a placement and others that are as fast, fit and use no more devices, the one whose
+    fullest device holds least; of equal ones the first."""
+    best = placement, timeline
+    used = np.count_nonzero(timeline.peak_bytes)
+    for other in others:
+        step = simulate(timeline.problem, other)
+        is_equal = step.is_feasible and step.makespan_ns == timeline.makespan_ns
+        is_leaner = step.peak_bytes.max() < best[1].peak_bytes.max()
+        if is_equal and is_leaner and np.count_nonzero(step.peak_bytes) <= used:
+            best = with_priority(timeline.problem, other), step
+    return best

@@ -105,8 +105,10 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return built
 
     def lines(self) -> list[str]:
-        """The text, then one line per warning."""
-        return [self.text, *(f"warning: {warning.text}" for warning in self.warnings)]
+        """The text, then one line per warning; what shares the work is told, without warning."""
+        kinds = ("note" if warning.is_normal else "warning" for warning in self.warnings)
+        rows = zip(kinds, self.warnings, strict=True)
+        return [self.text, *(f"{kind}: {warning.text}" for kind, warning in rows)]
 
     def table(self) -> Table:
         """One line per module."""

@@ -44,6 +44,11 @@ class Fallback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost_ns: int
     text: str
 
+    @property
+    def is_normal(self) -> bool:
+        """Whether the ops are there to share the work, which makes the step shorter."""
+        return self.reason == "faster there"
+
 
 def fallbacks(timeline: Timeline, single_ns: int) -> tuple[Fallback, ...]:
     """Ops that take longer where they are than on the fastest usable device, grouped.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import msgspec
@@ -14,24 +14,35 @@ from devplace.errors import InputError
 from devplace.files import write_whole
 from devplace.graph.members import some_text
 from devplace.placers import Result
+from devplace.report.blocks import folded
 from devplace.report.chrome_trace import Span, lanes, planned_rows
 from devplace.report.explain import explain
-from devplace.report.memory import CATEGORIES, memory_rows
+from devplace.report.measured import measured_summary
+from devplace.report.memory import CATEGORIES, memory_by_module, memory_rows
 from devplace.report.summary import best_single, devices_in_use, missing_text, plan_summary
 from devplace.report.text_tables import Skipped, gap_text
+from devplace.report.what_if import changes
 from devplace.simulator import Timeline
 from devplace.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from devplace.run.measured_timeline import MeasuredTimeline
 
 _STAGES = {"forward": 0, "backward": 1, "update": 2, "transfer": 3}
 _NAMED = 4  # modules of a fused group that are named
 
 
-def html_report(result: Result, results: Sequence[Result | Skipped] = ()) -> str:
+def html_report(
+    result: Result,
+    results: Sequence[Result | Skipped] = (),
+    measured: MeasuredTimeline | None = None,
+) -> str:
     """Summary, explanation, timeline, comparison, memory and modules of a plan.
 
     Args:
         result: The plan that is shown.
         results: Rows of the comparison; left out when empty.
+        measured: A run of the plan, to stand beside what was planned.
 
     Returns:
         HTML text, about 60 bytes per op.
@@ -49,10 +60,15 @@ def html_report(result: Result, results: Sequence[Result | Skipped] = ()) -> str
     environment.filters["time"] = format_time
     used = set(devices_in_use(timeline))
     memory = [row for d, row in enumerate(memory_rows(timeline)) if d in used]
+    explanation = explain(timeline, result.bound)
     return environment.get_template("report.html.j2").render(
         title=f"{timeline.problem.graph.name} on {timeline.problem.machine.name}",
         summary=plan_summary(result, single),
-        explanation=explain(timeline, result.bound),
+        explanation=explanation,
+        changes=changes(result),
+        step_ns=max(1, timeline.makespan_ns),
+        measured=measured_summary(timeline, measured) if measured is not None else "",
+        modules=folded(explanation.modules, memory_by_module(timeline)),
         rows=_comparison_rows(results, single),
         categories=[name for name in CATEGORIES if any(row.parts[name] for row in memory)],
         memory=memory,
@@ -61,14 +77,17 @@ def html_report(result: Result, results: Sequence[Result | Skipped] = ()) -> str
 
 
 def save_html_report(
-    path: str | Path, result: Result, results: Sequence[Result | Skipped] = ()
+    path: str | Path,
+    result: Result,
+    results: Sequence[Result | Skipped] = (),
+    measured: MeasuredTimeline | None = None,
 ) -> None:
     """Write `html_report` as a file.
 
     Raises:
         InputError: The file cannot be written.
     """
-    text = html_report(result, results)
+    text = html_report(result, results, measured)
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -133,14 +152,17 @@ def _chart(timeline: Timeline) -> dict[str, Any]:
         label = label.removeprefix("link ")
         for number, row in enumerate(lanes(spans) or [[]]):
             title = label if not number else f"{label} ({number + 1})"
-            tracks.append(_track(title, kind, row, infos))
+            is_gpu = label in used and problem.machine.devices[used[label]].kind == "gpu"
+            tracks.append(_track(title, kind, row, infos, is_gpu))
         if kind == "device":
             tracks.append(_memory_track(timeline, used[label]))
     return {"makespan_ns": timeline.makespan_ns, "tracks": tracks, "infos": list(infos)}
 
 
-def _track(label: str, kind: str, row: Sequence[Span], infos: dict[str, int]) -> dict[str, Any]:
-    details = [infos.setdefault(_info(args), len(infos)) for *_, args in row]
+def _track(
+    label: str, kind: str, row: Sequence[Span], infos: dict[str, int], is_gpu: bool
+) -> dict[str, Any]:
+    details = [infos.setdefault(_info(args, is_gpu), len(infos)) for *_, args in row]
     return {
         "label": label,
         "kind": kind,
@@ -153,11 +175,13 @@ def _track(label: str, kind: str, row: Sequence[Span], infos: dict[str, int]) ->
     }
 
 
-def _info(args: dict[str, Any]) -> str:
+def _info(args: dict[str, Any], is_gpu: bool) -> str:
     if "from" in args:
         return f"{args['from']} to {args['to']}, {format_bytes(args['bytes'])}"
     place = " ".join(part for part in (args["module"], args["source"]) if part)
-    text = f"{place}\n{args['target']}, {args['stage']}, makes {format_bytes(args['bytes'])}"
+    # A step captured on a CPU has its kernel of attention; a GPU runs its own.
+    target = args["target"].replace("_for_cpu", "") if is_gpu else args["target"]
+    text = f"{place}\n{target}, {args['stage']}, makes {format_bytes(args['bytes'])}"
     if "members" in args:
         modules = [module for module in args["modules"] if module]
         what = some_text(args["members"], len(args["members"]))

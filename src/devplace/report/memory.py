@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,11 +46,12 @@ class MemoryRow:
         device: Name.
         peak_ns: When it is reached first.
         parts: Category (`CATEGORIES`) -> bytes; they add up to the simulated peak. Buffers and
-            constants count as parameters. Gradients are those of parameters; activations are
-            forward values that backward or update reads; all else that the step computes, and
-            workspace, is temporary. GPUs hold all receive buffers, and work buffers (of libraries,
-            outside single ops), for the whole step. Gaps are what torch reserves beyond what is in
-            use at the peak.
+            constants count as parameters. A new value of a parameter or of state is temporary as
+            long as the old one is there, so that both add up to what model and optimizer have.
+            Gradients are those of parameters; activations are forward values that backward or
+            update reads; all else that the step computes, and workspace, is temporary. GPUs hold
+            all receive buffers, and work buffers (of libraries, outside single ops), for the whole
+            step. Gaps are what torch reserves beyond what is in use at the peak.
         limit_bytes: Most bytes a step may use there.
     """
 
@@ -87,6 +90,20 @@ def memory_rows(timeline: Timeline) -> list[MemoryRow]:
     return rows
 
 
+def memory_by_module(timeline: Timeline) -> dict[str, int]:
+    """Bytes in use at the peaks of all devices, by the module whose op made the tensor.
+
+    Receive buffers count for the module that sends. Work buffers, gaps, and what begins and ends
+    within the instant of a peak belong to no module and are not in it.
+    """
+    lifetimes = _Lifetimes(timeline)
+    found: Counter[str] = Counter()
+    for d in range(len(timeline.problem.machine.devices)):
+        for op, num_bytes in lifetimes.held_by(d, _peak_time(timeline, d)):
+            found[timeline.problem.graph.ops[op].module] += num_bytes
+    return dict(found)
+
+
 def _peak_time(timeline: Timeline, device: int) -> int:
     rows = timeline.memory[timeline.memory[:, 1] == device]
     full = rows[rows[:, 2] == timeline.run.peak_bytes[device]]
@@ -105,6 +122,7 @@ class _Lifetimes:
         self.owner = tasks.storage_maker
         self.edge_carrier = np.repeat(np.arange(len(tasks.carrier_bytes)), np.diff(tasks.cons_ptr))
         self.category = _categories(timeline, self.owner, self.edge_carrier)
+        self.line, self.rank = _lines(timeline, self.owner, self.category)
         self._copies()
         self._storages()
 
@@ -160,7 +178,8 @@ class _Lifetimes:
         tasks = self.tasks
         owner, size = self.owner, tasks.storage_bytes
         alive = (self.device[owner] == d) & (self.storage_start <= when) & (self.storage_end > when)
-        parts = [int(size[alive & (self.category == c)].sum()) for c in range(len(CATEGORIES))]
+        category = np.where(self._repeats(alive), TEMPORARIES, self.category)
+        parts = [int(size[alive & (category == c)].sum()) for c in range(len(CATEGORIES))]
         runs = (self.device == d) & (self.start <= when) & (self.finish > when)
         parts[TEMPORARIES] += int(tasks.workspace_bytes[runs].sum())
         here = (self.copy_device == d) & (self.copy_start <= when) & (self.copy_end > when)
@@ -172,6 +191,37 @@ class _Lifetimes:
                 role = self.timeline.problem.graph.ops[op].role
                 parts[_ROLE.get(role, INPUTS)] += int(tasks.const_bytes[const])
         return parts
+
+    def held_by(self, d: int, when: int) -> Iterator[tuple[int, int]]:
+        """Ops whose values or work take memory on a device at an instant, and how much."""
+        tasks, owner = self.tasks, self.owner
+        alive = (self.device[owner] == d) & (self.storage_start <= when) & (self.storage_end > when)
+        runs = (self.device == d) & (self.start <= when) & (self.finish > when)
+        here = (self.copy_device == d) & (self.copy_start <= when) & (self.copy_end > when)
+        sent = tasks.carrier_storage[self.copy_carrier[here]]
+        yield from zip(
+            tasks.task_op[np.concatenate((owner[alive], np.flatnonzero(runs), owner[sent]))],
+            np.concatenate(
+                (
+                    tasks.storage_bytes[alive],
+                    tasks.workspace_bytes[runs],
+                    tasks.carrier_bytes[self.copy_carrier[here]],
+                )
+            ).tolist(),
+            strict=True,
+        )
+        for const, op in enumerate(tasks.const_op.tolist()):
+            users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
+            if (self.device[users] == d).any():
+                yield op, int(tasks.const_bytes[const])
+
+    def _repeats(self, alive: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Values in use of a parameter or of state beyond the first of their line. `[S]`"""
+        found = np.zeros(len(alive), bool)
+        lined = np.flatnonzero(alive & (self.line >= 0))
+        lined = lined[np.lexsort((self.rank[lined], self.line[lined]))]
+        found[lined[1:][self.line[lined[1:]] == self.line[lined[:-1]]]] = True
+        return found
 
 
 def _categories(timeline: Timeline, owner: I64, edge_carrier: I64) -> I64:
@@ -192,7 +242,6 @@ def _categories(timeline: Timeline, owner: I64, edge_carrier: I64) -> I64:
     category[_with_partial_sums(timeline, owner, first.tolist())] = GRADIENTS
     for s in np.flatnonzero(made == "source"):
         category[s] = _ROLE.get(graph.ops[tasks.task_op[owner[s]]].role, INPUTS)
-    _mark_results(timeline, owner, category)
     return category
 
 
@@ -250,16 +299,55 @@ def _is_term(graph: OpGraph, op: Op, tensor: int) -> bool:
     return op.target.startswith("aten.add") and op.inputs[0] == tensor
 
 
-def _mark_results(timeline: Timeline, owner: I64, category: I64) -> None:
+def _lines(timeline: Timeline, owner: I64, category: I64) -> tuple[I64, I64]:
+    """Which storages hold a parameter or state one after the other: the old value, what the update
+    makes of it on the way, as Adam's decayed average, and the new value. Of those in use the first
+    is the parameter or state, so that these add up to what model and optimizer have.
+
+    Returns:
+        Line of each storage, -1 for none, and its place in it. `[S]`
+    """
     graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
-    for result in graph.results:
+    line = np.full(len(owner), -1, np.int64)
+    rank = np.zeros(len(owner), np.int64)
+    for number, result in enumerate(graph.results):
         if result.role not in ("parameter", "buffer", "state"):
             continue
-        tensor = result.tensor
-        while graph.ops[graph.producer[tensor]].is_view:
-            tensor = graph.ops[graph.producer[tensor]].alias_of
-        maker = graph.producer[tensor]
-        task = tasks.op_task[maker]
-        if task >= 0 and not graph.ops[maker].is_source:
-            position = sorted(graph.ops[maker].outputs).index(tensor)
-            category[tasks.storage_ptr[task] + position] = _ROLE[result.role]
+        old = graph.ops[result.replaces].outputs[0] if result.replaces >= 0 else -1
+        ways = _way(graph, _base(graph, result.tensor), old)
+        for place, tensor in enumerate(ways):
+            maker = graph.producer[tensor]
+            task = tasks.op_task[maker]
+            if task >= 0 and (place or graph.ops[maker].is_source or len(ways) == 1):
+                position = sorted(graph.ops[maker].outputs).index(tensor)
+                storage = tasks.storage_ptr[task] + position
+                line[storage], rank[storage] = number, place
+                category[storage] = _ROLE[result.role]
+    return line, rank
+
+
+def _base(graph: OpGraph, tensor: int) -> int:
+    while graph.ops[graph.producer[tensor]].is_view:
+        tensor = graph.ops[graph.producer[tensor]].alias_of
+    return tensor
+
+
+def _way(graph: OpGraph, new: int, old: int) -> list[int]:
+    """Tensors of one size from an old value to the new one made of it, by ops of the update."""
+    size, before = graph.tensors[new].num_bytes, {new: -1}
+    todo = [new]
+    while todo:
+        tensor = todo.pop(0)
+        if tensor == old:
+            way = [tensor]
+            while before[way[-1]] >= 0:
+                way.append(before[way[-1]])
+            return way
+        maker = graph.ops[graph.producer[tensor]]
+        for read in (_base(graph, t) for t in maker.inputs):
+            stage = graph.ops[graph.producer[read]].stage
+            is_on_way = read == old or stage == "update"
+            if read not in before and is_on_way and graph.tensors[read].num_bytes == size:
+                before[read] = tensor
+                todo.append(read)
+    return [new]

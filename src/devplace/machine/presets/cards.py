@@ -1,6 +1,12 @@
-"""What one card and one host processor do: datasheet peaks, useful shares, and their sources.
+"""What one card does: data sheet peaks, useful shares, and their sources.
 
-A useful rate is the datasheet's peak times a share:
+The cards are the lines of `cards.csv`. Rates there are peaks in TFLOP/s, `a/b`: `a` outside of the
+card's matrix units, `b` in them, dense, with float32 accumulation. A number alone is `a` for
+float32 and float64, else `b`. No float64: 1/64 of float32, as NVIDIA's whitepapers have it of all
+cards for graphics since Ampere; `-`: none at all. Several sizes of memory: the first is the usual
+one. Blank: `bandwidth_share` 0.8, `launch_gap_ns` 2,300, `reserve_bytes` 1 GiB.
+
+A useful rate is the peak times a share:
 
 - `CUDA_CORE_SHARE` for matrix work outside tensor cores. cuBLAS float32 products of 2048 and more
   reach 0.76 of the peak on an H200 (51.1 of 67 TFLOP/s).
@@ -15,30 +21,34 @@ The H200 numbers were measured with torch 2.11, CUDA 13.0, each op repeated in a
 
 from __future__ import annotations
 
+import csv
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
 import msgspec
 
 from devplace.machine.machine import Device
+from devplace.machine.presets.hosts import CPU_BANDWIDTH_SHARE, CPU_FLOPS_SHARE, GB, GIB
 
-GIB = 2**30
 TFLOP = 10**12
-GB = 10**9
 CUDA_CORE_SHARE = 0.7
 TENSOR_CORE_SHARE = 0.5
-CPU_FLOPS_SHARE = 0.5
-CPU_BANDWIDTH_SHARE = 0.7
-CPU_GAP_NS = 5_000
+_DTYPES = ("float32", "float64", "tf32", "float16", "bfloat16")
 
 GAP_SOURCE = (
-    "launch_gap_ns, GPUs of 2022 on: 2.3 us, fitted to one-CUDA-graph training steps of BERT-large,"
-    " RNNLM, NMT and GNMT on an H200 (an empty kernel alone takes 1.2 us there). Older cards:"
-    " assumed, 3 us for graph launches, 10 us for K40 (stream launches of its time). CPU: 5 us,"
-    " assumed; a small torch op takes 1.3 us on a Xeon of 2023, the rest is the executor's loop."
+    "launch_gap_ns, NVIDIA's cards of 2022 on: 2.3 us, fitted to one-CUDA-graph training steps of"
+    " BERT-large, RNNLM, NMT and GNMT on an H200 (an empty kernel alone takes 1.2 us there). Older"
+    " cards: assumed, 3 us for graph launches, 10 us for K40 (stream launches of its time). Other"
+    " makers: 5 us, assumed. CPU: 5 us, assumed; a small torch op takes 1.3 us on a Xeon of 2023,"
+    " the rest is the executor's loop."
 )
 SHARE_SOURCE = (
-    f"Rates are datasheet peaks x {CUDA_CORE_SHARE} (CUDA cores), x {TENSOR_CORE_SHARE} (tensor"
-    " cores), memory x the share named per card: measured on an H200, assumed for the other cards."
-    f" CPUs: cores x clock x FLOP per cycle x {CPU_FLOPS_SHARE}, memory x {CPU_BANDWIDTH_SHARE}"
-    " (assumed)."
+    f"Rates are data sheet peaks x {CUDA_CORE_SHARE} (CUDA cores), x {TENSOR_CORE_SHARE} (tensor"
+    " cores), memory x 0.8 unless the card's source says otherwise: measured on an H200, assumed"
+    f" for the other cards. CPUs: cores x clock x FLOP per cycle x {CPU_FLOPS_SHARE}, memory x"
+    f" {CPU_BANDWIDTH_SHARE} (assumed)."
 )
 
 
@@ -46,16 +56,20 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU model.
 
     Attributes:
-        model: Product name.
+        model: Product name, as its driver reports it.
         memory_bytes: Memory a process can see.
-        peak_tflops: Datasheet peak per dtype outside tensor cores, TFLOP/s.
-        tensor_tflops: Datasheet dense peak per dtype in tensor cores, TFLOP/s.
-        bandwidth_gb: Datasheet memory bandwidth, GB/s.
-        bandwidth_share: Share of it that is reached.
+        peak_tflops: Data sheet peak per dtype outside of matrix units (tensor cores), TFLOP/s.
+        tensor_tflops: Data sheet dense peak per dtype in matrix units, TFLOP/s.
+        bandwidth_gb: Data sheet memory bandwidth, GB/s.
+        source: Where the data sheet numbers come from.
+        sold_gb: Memory as it is sold, GB.
+        bandwidth_share: Share of the bandwidth that is reached.
         reserve_bytes: CUDA context and library work buffers (assumed).
         launch_gap_ns: Time every op costs beside its work, ns.
-        source: Where the datasheet numbers come from.
-        patterns: Parts of the product name a driver reports for it.
+        pcie: How it is joined with the host, a name of `wiring.PCIE`.
+        peers: How it is joined with its like, a name of `wiring.peer_links`; empty: through the
+            host's memory.
+        host: What processors stand beside it, a name of `hosts.HOSTS`.
     """
 
     model: str
@@ -63,11 +77,14 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     peak_tflops: dict[str, float]
     bandwidth_gb: float
     source: str
+    sold_gb: int = 0
     tensor_tflops: dict[str, float] = {}
     bandwidth_share: float = 0.8
     reserve_bytes: int = GIB
     launch_gap_ns: int = 2_300
-    patterns: tuple[str, ...] = ()
+    pcie: str = "4"
+    peers: str = ""
+    host: str = "desktop"
 
     @property
     def flops_per_s(self) -> dict[str, int]:
@@ -98,198 +115,85 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """The processors of one machine, used as one device.
-
-    Attributes:
-        model: Product name.
-        memory_bytes: Main memory.
-        cores: Cores in all.
-        clock_ghz: Base clock, GHz.
-        flops_per_cycle: float32 operations per core and cycle (two 8-wide FMA units make 32).
-        bandwidth_gb: Memory bandwidth in all, GB/s.
-        source: Where the numbers come from.
-    """
-
-    model: str
-    memory_bytes: int
-    cores: int
-    clock_ghz: float
-    flops_per_cycle: int
-    bandwidth_gb: float
-    source: str
-
-    def device(self, name: str = "cpu:0") -> Device:
-        """These processors as a device called `name`."""
-        peak = self.cores * self.clock_ghz * GB * self.flops_per_cycle
-        return Device(
-            name=name,
-            kind="cpu",
-            model=self.model,
-            memory_bytes=self.memory_bytes,
-            reserve_bytes=4 * GIB,
-            flops_per_s=cpu_rates(peak),
-            bytes_per_s=round(self.bandwidth_gb * CPU_BANDWIDTH_SHARE * GB),
-            launch_gap_ns=CPU_GAP_NS,
-        )
+def _peaks(row: Mapping[str, str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Peaks outside of matrix units and in them, TFLOP/s."""
+    plain: dict[str, float] = {}
+    matrix: dict[str, float] = {}
+    for dtype in _DTYPES:
+        text = row[dtype].strip("-")
+        if text and "/" not in text:
+            text = f"{text}/" if dtype in ("float32", "float64") else f"/{text}"
+        outside, _, inside = text.partition("/")
+        plain |= {dtype: float(outside)} if outside else {}
+        matrix |= {dtype: float(inside)} if inside else {}
+    if not row["float64"]:
+        plain["float64"] = plain["float32"] / 64
+    return plain, matrix
 
 
-def cpu_rates(peak_flops_per_s: float) -> dict[str, int]:
-    """Useful rates of a processor by its float32 peak; half of it for float64.
+def _cards() -> dict[str, Card]:
+    """Name -> card; a size that is not the usual one has its own name, as `a2000-6gb`."""
+    found: dict[str, Card] = {}
+    with (Path(__file__).parent / "cards.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            plain, matrix = _peaks(row)
+            sizes = [int(size) for size in row["gb"].split("/")]
+            for size in sizes:
+                name = row["name"] if size == sizes[0] else f"{row['name']}-{size}gb"
+                found[name] = Card(
+                    model=row["model"].replace(f"{sizes[0]}GB", f"{size}GB"),
+                    sold_gb=size,
+                    memory_bytes=round(float(row["gib"] or size) * GIB),
+                    peak_tflops=plain,
+                    tensor_tflops=matrix,
+                    bandwidth_gb=float(row["gb_per_s"]),
+                    bandwidth_share=float(row["share"] or 0.8),
+                    launch_gap_ns=round(float(row["gap_us"] or 2.3) * 1000),
+                    reserve_bytes=round(float(row["reserve_gib"] or 1) * GIB),
+                    pcie=row["pcie"],
+                    peers=row["peers"],
+                    host=row["host"],
+                    source=f"{row['source']}.",
+                )
+    return found
 
-    Half precision has no faster units on most processors: it runs at the float32 rate.
-    """
-    rate = round(peak_flops_per_s * CPU_FLOPS_SHARE)
-    return {"float32": rate, "float64": rate // 2, "float16": rate, "bfloat16": rate}
+
+CARDS: Mapping[str, Card] = MappingProxyType(_cards())
+"""By the name that machines are called by."""
+
+# Words of a product name that make it another product, and those that say nothing.
+_TELLING = {
+    "ti",
+    "super",
+    "laptop",
+    "max",
+    "q",
+    "d",
+    "ada",
+    "pro",
+    "ultra",
+    "nvl",
+    "pcie",
+    "mobile",
+}
+_MAKERS = {"nvidia", "tesla", "geforce", "amd", "instinct", "gpu", "apple", "quadro"}
 
 
-K40 = Card(
-    model="Tesla K40",
-    memory_bytes=11_520 * 2**20,
-    peak_tflops={"float32": 4.29, "float64": 1.43, "float16": 4.29, "bfloat16": 4.29},
-    bandwidth_gb=288,
-    bandwidth_share=0.7,
-    reserve_bytes=GIB // 2,
-    launch_gap_ns=10_000,
-    patterns=("K40",),
-    source="NVIDIA, Tesla K40 GPU Accelerator Board Specification, BD-06902-001 (12 GB, 11.25 GiB"
-    " with ECC; 2880 cores at 745 MHz; 288 GB/s). Share of bandwidth 0.7: bandwidthTest copies at"
-    " 202.7 GB/s (Microway, Tesla K40 up close). No half precision units: assumed float32 rate.",
-)
-P100 = Card(
-    model="Tesla P100-SXM2-16GB",
-    memory_bytes=16 * GIB,
-    peak_tflops={"float32": 10.6, "float64": 5.3, "float16": 21.2, "bfloat16": 10.6},
-    bandwidth_gb=732,
-    bandwidth_share=0.75,
-    launch_gap_ns=3_000,
-    patterns=("P100",),
-    source="NVIDIA, Tesla P100 datasheet (SXM2: 10.6/21.2/5.3 TFLOP/s, 732 GB/s, 16 GB)."
-    " Share of bandwidth 0.75 assumed.",
-)
-V100 = Card(
-    model="Tesla V100-SXM2-16GB",
-    memory_bytes=16 * GIB,
-    peak_tflops={"float32": 15.7, "float64": 7.8, "float16": 31.4, "bfloat16": 15.7},
-    tensor_tflops={"float16": 125},
-    bandwidth_gb=900,
-    launch_gap_ns=3_000,
-    patterns=("V100",),
-    source="NVIDIA, Tesla V100 datasheet (SXM2: 15.7/125/7.8 TFLOP/s, 900 GB/s, 16 GB)."
-    " Share of bandwidth 0.8 assumed.",
-)
-A100 = Card(
-    model="NVIDIA A100-SXM4-80GB",
-    memory_bytes=80 * GIB,
-    peak_tflops={"float32": 19.5, "float64": 9.7},
-    tensor_tflops={"tf32": 156, "float16": 312, "bfloat16": 312, "float64": 19.5},
-    bandwidth_gb=2039,
-    reserve_bytes=GIB * 3 // 2,
-    launch_gap_ns=3_000,
-    patterns=("A100",),
-    source="NVIDIA, A100 Tensor Core GPU datasheet (SXM4 80 GB: dense peaks, 2039 GB/s)."
-    " Share of bandwidth 0.8 assumed.",
-)
-_HOPPER_PEAK = {"float32": 67.0, "float64": 34.0}
-_HOPPER_TENSOR = {"tf32": 494.5, "float16": 989.0, "bfloat16": 989.0, "float64": 67.0}
-H100 = Card(
-    model="NVIDIA H100 80GB HBM3",
-    memory_bytes=80 * GIB,
-    peak_tflops=_HOPPER_PEAK,
-    tensor_tflops=_HOPPER_TENSOR,
-    bandwidth_gb=3350,
-    reserve_bytes=GIB * 3 // 2,
-    patterns=("H100",),
-    source="NVIDIA, H100 Tensor Core GPU datasheet (SXM5: the sparse peaks halved, 3.35 TB/s)."
-    " Share of bandwidth 0.8 as measured on an H200.",
-)
-H200 = Card(
-    model="NVIDIA H200",
-    memory_bytes=140 * GIB,
-    peak_tflops=_HOPPER_PEAK,
-    tensor_tflops=_HOPPER_TENSOR,
-    bandwidth_gb=4800,
-    reserve_bytes=GIB * 3 // 2,
-    patterns=("H200",),
-    source="NVIDIA, H200 Tensor Core GPU datasheet (SXM5: the sparse peaks halved, 4.8 TB/s,"
-    " 141 GB; a process sees 140 GiB). Share of bandwidth 0.8 measured: 0.79 to 0.91.",
-)
-RTX4090 = Card(
-    model="NVIDIA GeForce RTX 4090",
-    memory_bytes=24 * GIB,
-    peak_tflops={"float32": 82.6, "float64": 1.29},
-    tensor_tflops={"tf32": 82.6, "float16": 165.2, "bfloat16": 165.2},
-    bandwidth_gb=1008,
-    patterns=("RTX 4090",),
-    source="NVIDIA, Ada GPU Architecture whitepaper (RTX 4090: dense peaks with float32"
-    " accumulation, 1008 GB/s, 24 GB). Share of bandwidth 0.8 assumed.",
-)
-RTX3050_LAPTOP = Card(
-    model="NVIDIA GeForce RTX 3050 Laptop GPU",
-    memory_bytes=4 * GIB,
-    peak_tflops={"float32": 7.13, "float64": 0.11},
-    tensor_tflops={"tf32": 7.13, "float16": 14.25, "bfloat16": 14.25},
-    bandwidth_gb=192,
-    reserve_bytes=GIB // 2,
-    patterns=("RTX 3050",),
-    source="hmc-tech, GeForce RTX 3050 Laptop 80 W comparison (7.13 TFLOP/s, dense tensor peaks);"
-    " 128 bit GDDR6 at 12 Gbit/s = 192 GB/s, 4 GB. Share of bandwidth 0.8 assumed.",
-)
-CARDS = (K40, P100, V100, A100, H100, H200, RTX4090, RTX3050_LAPTOP)
+def _words(model: str) -> set[str]:
+    """What of a product name tells it from others; sizes do not."""
+    found = {word.lower() for word in re.split(r"[^A-Za-z0-9]+", model) if word}
+    return {word for word in found - _MAKERS if not re.fullmatch(r"\d+gb?", word)}
 
-HASWELL = Host(
-    model="Intel Xeon E5 v3 (Haswell)",
-    memory_bytes=128 * GIB,
-    cores=16,
-    clock_ghz=2.3,
-    flops_per_cycle=32,
-    bandwidth_gb=68,
-    source="One Haswell CPU at 2.3 GHz as named in the HDP paper; 16 cores, 4 channels of"
-    " DDR4-2133 and 128 GiB assumed (Intel Xeon E5-2698 v3).",
-)
-BROADWELL_2 = Host(
-    model="2 x Intel Xeon E5-2698 v4",
-    memory_bytes=512 * GIB,
-    cores=40,
-    clock_ghz=2.2,
-    flops_per_cycle=32,
-    bandwidth_gb=153.6,
-    source="NVIDIA, DGX-1 System Architecture whitepaper (2 x 20 cores, 512 GB); DDR4-2400, 2 x 4"
-    " channels.",
-)
-EPYC_2 = Host(
-    model="2 x AMD EPYC 7742",
-    memory_bytes=1024 * GIB,
-    cores=128,
-    clock_ghz=2.25,
-    flops_per_cycle=32,
-    bandwidth_gb=409.6,
-    source="NVIDIA, DGX A100 datasheet (2 x 64 cores, 1 TB); DDR4-3200, 2 x 8 channels.",
-)
-SAPPHIRE_2 = Host(
-    model="2 x Intel Xeon Platinum 8480C",
-    memory_bytes=2048 * GIB,
-    cores=112,
-    clock_ghz=2.0,
-    flops_per_cycle=64,
-    bandwidth_gb=614.4,
-    source="NVIDIA, DGX H100 datasheet (2 x 56 cores, 2 TB); DDR5-4800, 2 x 8 channels.",
-)
-DESKTOP = Host(
-    model="Desktop CPU, 16 cores",
-    memory_bytes=64 * GIB,
-    cores=16,
-    clock_ghz=4.5,
-    flops_per_cycle=32,
-    bandwidth_gb=83.2,
-    source="Assumed: 16 cores of the AMD Ryzen 9 7950X kind, DDR5-5200, 2 channels, 64 GiB.",
-)
-LAPTOP_CPU = Host(
-    model="Laptop CPU, 8 cores",
-    memory_bytes=16 * GIB,
-    cores=8,
-    clock_ghz=3.2,
-    flops_per_cycle=32,
-    bandwidth_gb=51.2,
-    source="Assumed: 8 cores of the AMD Ryzen 7 5800H kind, DDR4-3200, 2 channels, 16 GiB.",
-)
+
+def card_of(model: str, memory_bytes: int = 0) -> Card | None:
+    """The card that a driver calls `model`: the one with most words in common, then of the nearest
+    memory; None where no card has all its words there, or there is one more that tells."""
+    reported = _words(model)
+    # Makers mark forms of a server's card by a small letter, as in K40m.
+    reported |= {w[:-1].lower() for w in re.findall(r"\b[A-Z]+\d+[a-z]\b", model)}
+    fitting = [
+        (len(words), -abs(card.memory_bytes - memory_bytes), index)
+        for index, card in enumerate(CARDS.values())
+        if (words := _words(card.model)) <= reported and not (reported - words) & _TELLING
+    ]
+    return list(CARDS.values())[max(fitting)[2]] if fitting else None

@@ -1,23 +1,68 @@
-"""Known machines, one function per family; every number's source is in `Machine.sources`."""
+"""Machines of known cards; every number's source is in `Machine.sources`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from devplace.errors import MachineError
-from devplace.machine.machine import Device, Link, Machine
-from devplace.machine.presets import cards, wiring
-from devplace.machine.presets.cards import GIB, Card, Host
+import msgspec
 
-GB = 10**9
+from devplace.errors import MachineError, did_you_mean
+from devplace.machine.machine import Device, Link, Machine, Pool
+from devplace.machine.presets import cards, hosts, wiring
+from devplace.machine.presets.cards import CARDS, Card
+from devplace.machine.presets.hosts import GB, GIB, HOSTS, Host
+
+MAX_CARDS = 8
+MAX_CPUS = 64
 # One core of a server of about 2020 to 2025 under a one-thread torch kernel: see `cpu`.
 CPU_CORE_FLOPS = 50 * GB
 CPU_CORE_BYTES = 8 * GB
 CPU_HOP_NS = 20_000
+CPU_SOURCE = (
+    "Assumed for one core under one thread: 50 GFLOP/s float32 (peak 100 x 0.5: AVX2, 3.1 GHz),"
+    " 8 GB/s of memory bandwidth, 4 GiB. Between logical devices: a copy in main memory, 8 GB/s,"
+    " and 20 us to wake the other thread."
+)
+_UNIFIED_SOURCE = (
+    "One memory for processors and GPU, as a pool; the GPU may use three quarters (assumed, about"
+    " what Metal recommends). Copies within it: half of its useful bandwidth, 5 us (assumed)."
+)
 
 
-def _names(num: int) -> tuple[str, ...]:
-    return tuple(f"cuda:{index}" for index in range(num))
+def of_cards(name: str, found: Iterable[Card]) -> Machine:
+    """A host with these cards, `cuda:0` and on.
+
+    Cards of one model are joined as their maker joins them (`Card.peers`); others over PCIe,
+    through one host bridge at the slowest card's speed; GeForce cards not at all, so that what
+    they send goes through the host's memory.
+    """
+    gpus = tuple(found)
+    names = tuple(f"cuda:{index}" for index in range(len(gpus)))
+    placed = tuple(zip(names, gpus, strict=True))
+    wires = [wiring.PCIE[card.pcie] for card in gpus]
+    links = [
+        link for n, wire in zip(names, wires, strict=True) for link in wiring.host_links(wire, (n,))
+    ]
+    for card in {card.model: card for card in gpus if card.peers in wiring.NVLINKS}.values():
+        group = [n for n, other in placed if other.model == card.model]
+        links += wiring.nvlink_links(card.peers, group)
+        wires += [wiring.NVLINKS[card.peers]] * (len(group) > 1)
+    joined = {(link.src, link.dst) for link in links}
+    able = [(n, wiring.PCIE[card.pcie]) for n, card in placed if card.peers]
+    if len({card.peers for card in gpus} - {""}) > 1 or "bridge" in {card.peers for card in gpus}:
+        slowest = min((wire for _, wire in able), key=lambda wire: wire.gb_per_s)
+        found_links = wiring.bridge_links(slowest, [n for n, _ in able])
+        links += [link for link in found_links if (link.src, link.dst) not in joined]
+    return _machine(name, _host(gpus), gpus, tuple(links), wires)
+
+
+def _host(gpus: tuple[Card, ...]) -> Host:
+    """That of the cards if all have the same; a workstation's where they do not, or more than two
+    stand in a desktop, whose processor has lanes for two at most."""
+    wanted = {card.host for card in gpus}
+    (name,) = wanted if len(wanted) == 1 else ("workstation",)
+    return HOSTS["workstation" if name == "desktop" and len(gpus) > 2 else name]
 
 
 def _machine(
@@ -39,92 +84,40 @@ def _machine(
     return Machine(name=name, devices=devices, links=links, sources=sources)
 
 
-def k40(num_gpus: int = 4) -> Machine:
-    """`num_gpus` Tesla K40 behind one Haswell CPU: the testbed of the HDP paper.
-
-    Each card has its own PCIe 3.0 x16 lanes; card-to-card transfers share one host bridge.
-
-    Source: Mirhoseini et al. (2018), A Hierarchical Model for Device Placement, section 4.
-    """
-    names = _names(num_gpus)
-    wire = wiring.PCIE3_K40
-    links = wiring.host_links(wire, names) + wiring.bridge_links(wire, names)
-    gpus = (cards.K40,) * num_gpus
-    return _machine(f"k40x{num_gpus}", cards.HASWELL, gpus, links, (wire,))
-
-
-def p100(num_gpus: int = 4) -> Machine:
-    """`num_gpus` Tesla P100 of a DGX-1: one NVLink 1 connection between neighbours."""
-    names = _names(num_gpus)
-    wires = (wiring.PCIE3, wiring.NVLINK1)
-    links = wiring.host_links(wires[0], names) + wiring.mesh_links(
-        wires[1], names, wiring.DGX1_P100
+def apple(name: str, card: Card) -> Machine:
+    """An Apple chip: `cpu:0` and `mps:0` in one pool of memory."""
+    pool = Pool(name="unified memory", memory_bytes=card.memory_bytes)
+    host = msgspec.structs.replace(
+        HOSTS[card.host], memory_bytes=card.memory_bytes, bandwidth_gb=card.bandwidth_gb
     )
-    return _machine(
-        f"p100x{num_gpus}", cards.BROADWELL_2, (cards.P100,) * num_gpus, links, wires
-    )  # fmt: skip
-
-
-def v100(num_gpus: int = 4) -> Machine:
-    """`num_gpus` Tesla V100: up to 4 fully joined by pairs of NVLink 2, more as in a DGX-1."""
-    names = _names(num_gpus)
-    wires = (wiring.PCIE3, wiring.NVLINK2)
-    full = {(a, b): 2 for a in range(num_gpus) for b in range(a + 1, num_gpus)}
-    lanes = full if num_gpus <= 4 else wiring.DGX1_V100
-    links = wiring.host_links(wires[0], names) + wiring.mesh_links(wires[1], names, lanes)
-    return _machine(
-        f"v100x{num_gpus}", cards.BROADWELL_2, (cards.V100,) * num_gpus, links, wires
-    )  # fmt: skip
-
-
-def _switched(
-    name: str, host: Host, card: Card, num: int, pcie: wiring.Wire, nvlink: wiring.Wire
-) -> Machine:
-    names = _names(num)
-    links = wiring.host_links(pcie, names) + wiring.switch_links(nvlink, names)
-    return _machine(f"{name}x{num}", host, (card,) * num, links, (pcie, nvlink))
-
-
-def a100(num_gpus: int = 4) -> Machine:
-    """`num_gpus` A100 80 GB of a DGX A100, joined by NVSwitch."""
-    wires = (wiring.PCIE4, wiring.NVSWITCH_A100)
-    return _switched("a100", cards.EPYC_2, cards.A100, num_gpus, *wires)
-
-
-def h100(num_gpus: int = 4) -> Machine:
-    """`num_gpus` H100 80 GB of a DGX H100, joined by NVSwitch."""
-    wires = (wiring.PCIE5, wiring.NVSWITCH_HOPPER)
-    return _switched("h100", cards.SAPPHIRE_2, cards.H100, num_gpus, *wires)
-
-
-def h200(num_gpus: int = 4) -> Machine:
-    """`num_gpus` H200 of an HGX board, joined by NVSwitch."""
-    wires = (wiring.PCIE5, wiring.NVSWITCH_HOPPER)
-    return _switched("h200", cards.SAPPHIRE_2, cards.H200, num_gpus, *wires)
-
-
-def rtx4090(num_gpus: int = 2) -> Machine:
-    """`num_gpus` GeForce RTX 4090 without peer access: card to card goes through host memory."""
-    names = _names(num_gpus)
-    wire = wiring.PCIE4_GEFORCE
-    links = wiring.host_links(wire, names)
-    gpus = (cards.RTX4090,) * num_gpus
-    return _machine(f"rtx4090x{num_gpus}", cards.DESKTOP, gpus, links, (wire,))
-
-
-def laptop() -> Machine:
-    """One CPU and one small GPU."""
-    wire = wiring.PCIE4_X8
-    links = wiring.host_links(wire, _names(1))
-    return _machine("laptop", cards.LAPTOP_CPU, (cards.RTX3050_LAPTOP,), links, (wire,))
+    cpu, gpu = host.device(), card.device("mps:0")
+    gpu = msgspec.structs.replace(gpu, reserve_bytes=card.memory_bytes // 4)
+    devices = tuple(msgspec.structs.replace(d, pool=pool.name) for d in (cpu, gpu))
+    wire = wiring.Wire(gb_per_s=card.bytes_per_s / GB / 2, latency_ns=5_000, source=_UNIFIED_SOURCE)
+    return Machine(
+        name=name,
+        devices=devices,
+        links=(wire.link("cpu:0", "mps:0"), wire.link("mps:0", "cpu:0")),
+        pools=(pool,),
+        sources={
+            cpu.model: host.source,
+            gpu.model: card.source,
+            "links": wire.source,
+            "overheads": wiring.OVERHEAD_SOURCE,
+            "gaps": cards.GAP_SOURCE,
+            "shares": cards.SHARE_SOURCE,
+        },
+    )
 
 
 def unequal_2() -> Machine:
     """A P100 (`cuda:0`) and a K40 (`cuda:1`) behind one host bridge: a fast and a slow card."""
-    names = _names(2)
+    names = ("cuda:0", "cuda:1")
     wire = wiring.PCIE3_K40
     links = wiring.host_links(wire, names) + wiring.bridge_links(wire, names)
-    return _machine("unequal-2", cards.HASWELL, (cards.P100, cards.K40), links, (wire,))
+    return _machine(
+        "unequal-2", HOSTS["haswell"], (CARDS["p100"], CARDS["k40"]), links, (wire,)
+    )  # fmt: skip
 
 
 def cpu(num_devices: int = 2) -> Machine:
@@ -144,13 +137,6 @@ def cpu(num_devices: int = 2) -> Machine:
     )
 
 
-CPU_SOURCE = (
-    "Assumed for one core under one thread: 50 GFLOP/s float32 (peak 100 x 0.5: AVX2, 3.1 GHz),"
-    " 8 GB/s of memory bandwidth, 4 GiB. Between logical devices: a copy in main memory, 8 GB/s,"
-    " and 20 us to wake the other thread."
-)
-
-
 def logical_cpu(
     name: str, memory_bytes: int, flops_per_s: float, pool: str = "", model: str = "one CPU core"
 ) -> Device:
@@ -160,10 +146,10 @@ def logical_cpu(
         kind="cpu",
         model=model,
         memory_bytes=memory_bytes,
-        flops_per_s=cards.cpu_rates(flops_per_s),
+        flops_per_s=hosts.cpu_rates(flops_per_s),
         bytes_per_s=CPU_CORE_BYTES,
         pool=pool,
-        launch_gap_ns=cards.CPU_GAP_NS,
+        launch_gap_ns=hosts.CPU_GAP_NS,
     )
 
 
@@ -178,30 +164,59 @@ def logical_cpu_links(names: Iterable[str]) -> tuple[Link, ...]:
     )
 
 
-# Family -> function and the largest number of devices it describes.
-FAMILIES = {
-    "k40": (k40, 8),
-    "p100": (p100, 8),
-    "v100": (v100, 8),
-    "a100": (a100, 8),
-    "h100": (h100, 8),
-    "h200": (h200, 8),
-    "rtx4090": (rtx4090, 8),
-    "cpu": (cpu, 64),
-}
-SINGLES = {"laptop": laptop, "unequal-2": unequal_2}
-
-
-def build(family: str, num: int) -> Machine:
-    """A machine of a family with `num` cards (or logical CPU devices).
+def by_name(text: str) -> Machine:
+    """The machine of a word such as `rtx4090+rtx3090x2`, `h100x8`, `m2-max-64gb` or `cpux2`.
 
     Raises:
-        MachineError: Fewer than one or more than the family's machines hold.
+        MachineError: An unknown card, or more of them than a machine holds.
     """
-    make, most = FAMILIES[family]
-    if not 1 <= num <= most:
+    name = text.lower()
+    if name in ("laptop", "unequal-2"):
+        return unequal_2() if name == "unequal-2" else of_cards(name, [CARDS["rtx3050-laptop"]])
+    parts = [_counted(part, text) for part in name.split("+")]
+    if parts[0][0] == "cpu" and len(parts) == 1:
+        _within(parts[0][1], MAX_CPUS, "Machines of family 'cpu'")
+        return cpu(parts[0][1])
+    found = [CARDS[card] for card, count in parts for _ in range(count)]
+    _within(
+        len(found),
+        MAX_CARDS,
+        f"Machines of family {parts[0][0]!r}" if len(parts) == 1 else f"Machine {text!r}",
+    )
+    if any(card.pcie == "unified" for card in found):
+        if len(found) > 1:
+            raise MachineError(
+                f"Machine {text!r}: an Apple chip has its own processors and memory and stands "
+                f"alone. Name one."
+            )
+        return apple(name, found[0])
+    return of_cards(name, found)
+
+
+def _counted(part: str, text: str) -> tuple[str, int]:
+    """Card and count of `rtx3090x2`; a name alone is one card."""
+    match = re.fullmatch(r"(.+)x([0-9]{1,3})", part)
+    base, count = (match.group(1), int(match.group(2))) if match else (part, 1)
+    if part in CARDS:
+        return part, 1
+    if base in CARDS or (base == "cpu" and match and text.lower() == part):
+        return base, count
+    written = f"x{count}" if match else ""
+    alone = part == text.lower()
+    near = [f"{card}{written}" for card in CARDS] + ["laptop", "unequal-2", "cpux2"] * alone
+    where = "" if alone else f" (in {_short(text)!r})"
+    raise MachineError(
+        f"There is no machine called {_short(part)!r}{where}.{did_you_mean(part, near)} "
+        f"`devplace machines` lists all. Cards are counted and mixed as in 'rtx4090+rtx3090x2'."
+    )
+
+
+def _within(count: int, most: int, what: str) -> None:
+    if not 1 <= count <= most:
         raise MachineError(
-            f"Machines of family {family!r} have 1 to {most} devices, got {num}. "
-            f"Use for example '{family}x{min(4, most)}'."
+            f"{what} have 1 to {most} devices, got {count}. Name fewer, or write a machine file."
         )
-    return make(num)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:56]}..."

@@ -71,6 +71,17 @@ PCIE4_X8 = Wire(
     latency_ns=10_000,
     source="PCIe 4.0 x8: 15.75 GB/s by the standard, 12.5 assumed for copies." + _PCIE_LATENCY,
 )
+PCIE5_GEFORCE = Wire(
+    gb_per_s=50.0,
+    latency_ns=12_000,
+    source="PCIe 5.0 x16: 63 GB/s by the standard, 50 assumed for copies. Latency 12 us assumed, as"
+    " between two RTX 4090.",
+)
+PCIE5_X8 = Wire(
+    gb_per_s=25.0,
+    latency_ns=10_000,
+    source="PCIe 5.0 x8: 31.5 GB/s by the standard, 25 assumed for copies." + _PCIE_LATENCY,
+)
 PCIE5 = Wire(
     gb_per_s=55.3,
     latency_ns=10_000,
@@ -101,6 +112,54 @@ NVSWITCH_HOPPER = Wire(
     source="NVLink 4 through NVSwitch: copies at 389 GB/s of 450, latency 4.7 us from a 1 KiB store"
     " to the flag seen by the reader; both measured between H200 cards.",
 )
+
+NVSWITCH_BLACKWELL = Wire(
+    gb_per_s=780.0,
+    latency_ns=4_700,
+    source="NVLink 5 through NVSwitch: 900 GB/s each way (NVIDIA, Blackwell Architecture Technical"
+    " Brief), times 0.87 and with the latency as measured for NVLink 4.",
+)
+NVLINK_C2C = Wire(
+    gb_per_s=360.0,
+    latency_ns=5_000,
+    source="NVLink-C2C: 450 GB/s each way (NVIDIA, GH200 Grace Hopper Superchip data sheet), 360"
+    " and a latency of 5 us assumed for copies.",
+)
+XGMI2 = Wire(
+    gb_per_s=80.0,
+    latency_ns=8_000,
+    source="Infinity Fabric between MI250X dies: 50 GB/s each way by link, two links (AMD, CDNA 2"
+    " whitepaper), times 0.8 assumed; the two dies of one card have four. Latency 8 us assumed.",
+)
+XGMI3 = Wire(
+    gb_per_s=51.0,
+    latency_ns=8_000,
+    source="Infinity Fabric between MI300X: 64 GB/s each way between each pair (AMD, MI300X data"
+    " sheet), times 0.8 assumed. Latency 8 us assumed.",
+)
+PCIE = {
+    "3-k40": PCIE3_K40,
+    "3": PCIE3,
+    "4": PCIE4,
+    "4-geforce": PCIE4_GEFORCE,
+    "4-x8": PCIE4_X8,
+    "5": PCIE5,
+    "5-geforce": PCIE5_GEFORCE,
+    "5-x8": PCIE5_X8,
+    "c2c": NVLINK_C2C,
+}
+"""Between a card and its host, as `cards.csv` names it."""
+
+NVLINKS = {
+    "nvlink1": NVLINK1,
+    "nvlink2": NVLINK2,
+    "nvswitch3": NVSWITCH_A100,
+    "nvswitch4": NVSWITCH_HOPPER,
+    "nvswitch5": NVSWITCH_BLACKWELL,
+    "xgmi2": XGMI2,
+    "xgmi3": XGMI3,
+}
+"""Between cards of one model, as `cards.csv` names it."""
 
 # Connections between each pair in a DGX-1 with V100 (NVIDIA, DGX-1 System Architecture
 # whitepaper): six per card. Pairs not named have none.
@@ -162,3 +221,15 @@ def mesh_links(
         for b, dst in enumerate(names)
         if (min(a, b), max(a, b)) in lanes
     )
+
+
+def nvlink_links(kind: str, cards: Iterable[str]) -> tuple[Link, ...]:
+    """Between cards of one model over NVLink or the like, `kind` being one of `NVLINKS`."""
+    names = tuple(cards)
+    if kind.startswith("nvswitch"):
+        return switch_links(NVLINKS[kind], names)
+    each = 2 if kind == "nvlink2" else 1
+    lanes = {(a, b): each for a in range(len(names)) for b in range(a + 1, len(names))}
+    if kind == "nvlink1" or (kind == "nvlink2" and len(names) > 4):
+        lanes = DGX1_P100 if kind == "nvlink1" else DGX1_V100
+    return mesh_links(NVLINKS[kind], names, lanes)
