@@ -43,7 +43,8 @@ struct Space {
 
 // Parts of all moves; see placers/annealing.py.
 struct Moves {
-  double swap_share = 0, run_share = 0, pair_share = 0, beside_share = 0, fresh_share = 0;
+  double swap_share = 0, run_share = 0, pair_share = 0, part_share = 0, beside_share = 0, fresh_share = 0;
+  double order_share = 0;
 };
 
 struct Settings {
@@ -59,6 +60,7 @@ struct Settings {
 struct Found {
   std::vector<i32> groups;
   std::vector<i64> priority;
+  bool in_turn = false;  // devices keep to the priorities, and wait
   i64 step = 0, overflow = 0, evaluations = 0;
 };
 
@@ -71,11 +73,11 @@ class Chain {
       : space_(space), core_(*space.core), settings_(settings), begin_(Timer::now()), random_(settings.seed),
         incremental_(core_), simulator_(core_) {}
 
-  Found run(const i32* groups, const i64* priority) {
+  Found run(const i32* groups, const i64* priority, bool in_turn) {
     groups_.assign(groups, groups + space_.num_groups);
     std::vector<i32> device(core_.num_tasks);
     for (i32 v = 0; v < core_.num_tasks; ++v) device[v] = groups_[space_.task_group[v]];
-    start(device, priority);
+    start(device, priority, in_turn);
     keep_best();
     refocus();
     i64 stale = 0;
@@ -107,17 +109,17 @@ class Chain {
   bool is_optimal() const { return best_.overflow == 0 && best_.step <= settings_.least_ns; }
 
   // With critical-path priorities, or with the given ones if these are better.
-  void start(const std::vector<i32>& device, const i64* given) {
+  void start(const std::vector<i32>& device, const i64* given, bool in_turn) {
     ++evaluations_;
     incremental_.reset(device);
     simulate();
     if (given == nullptr) return;
     const double own = value_;
     const std::vector<i64> path = incremental_.priority();
-    incremental_.use(std::vector<i64>(given, given + core_.num_tasks));
+    incremental_.use(std::vector<i64>(given, given + core_.num_tasks), in_turn);
     simulate();
     if (value_ < own) return;
-    incremental_.use(path);
+    incremental_.use(path, false);
     simulate();
   }
   void simulate() {
@@ -129,7 +131,9 @@ class Chain {
   double value() {
     overflow_ = 0;
     if (!space_.tracks_memory) return static_cast<double>(step_);
-    simulator_.run<true, false>(incremental_.device().data(), incremental_.priority().data(), outcome_);
+    const i64* priority = incremental_.priority().data();
+    const i64* turn = incremental_.in_turn() ? priority : nullptr;
+    simulator_.run<true, false>(incremental_.device().data(), priority, turn, outcome_);
     i64 smallest = Incremental::never;
     for (std::size_t d = 0; d < space_.limit_bytes.size(); ++d) {
       overflow_ += std::max<i64>(0, outcome_.peak[d] - space_.limit_bytes[d]);
@@ -144,12 +148,16 @@ class Chain {
   // Memory is looked at only where the step alone would be accepted.
   double evaluate(double bar) {
     ++evaluations_;
+    const i64 cutoff = static_cast<i64>(std::min(bar, 9e18));
+    if (is_order_) return with_step(incremental_.try_earlier(task_, other_, cutoff));
     moves_.clear();
     for (const auto& [group, old] : moved_)
       for (i32 j = space_.group_ptr[group]; j < space_.group_ptr[group + 1]; ++j)
         moves_.push_back({space_.group_tasks[j], groups_[group]});
     const bool fresh = random_.uniform() < settings_.moves.fresh_share;
-    const i64 step = incremental_.try_move(moves_, static_cast<i64>(std::min(bar, 9e18)), fresh);
+    return with_step(incremental_.try_move(moves_, cutoff, fresh));
+  }
+  double with_step(i64 step) {
     if (step == Incremental::never) return 1e300;
     step_ = step;
     return value();
@@ -164,6 +172,7 @@ class Chain {
     best_value_ = value_;
     best_.groups = groups_;
     best_.priority = incremental_.priority();
+    best_.in_turn = incremental_.in_turn();
     best_.step = step_;
     best_.overflow = overflow_;
   }
@@ -210,22 +219,46 @@ class Chain {
   }
   i32 device_of_class(i32 c) const { return groups_[space_.class_groups[space_.class_ptr[c]]]; }
 
-  // Changes groups; false if nothing came of it.
+  // Changes groups, or says which task comes before which; false if nothing came of it.
   bool propose() {
     moved_.clear();
-    const double kind = random_.uniform();
     const Moves& moves = settings_.moves;
+    is_order_ = random_.uniform() < moves.order_share;
+    if (is_order_) return propose_order();
+    const double kind = random_.uniform();
     if (!chain_.empty() && random_.uniform() < settings_.critical_share) {
       move_critical();
     } else if (kind < moves.swap_share) {
       swap_classes();
     } else if (kind < moves.swap_share + moves.run_share) {
       move_classes_in_a_row();
+    } else if (kind < moves.swap_share + moves.run_share + moves.part_share) {
+      move_part();
     } else {
       move_some_class();
-      if (kind < moves.swap_share + moves.run_share + moves.pair_share) move_some_class();
+      if (kind < moves.swap_share + moves.run_share + moves.part_share + moves.pair_share) move_some_class();
     }
     return !moved_.empty();
+  }
+
+  // A task of the critical path that waited for its device, and one that it waited for.
+  bool propose_order() {
+    const i32 last = static_cast<i32>(chain_.size()) - 1;
+    for (int tries = 0; tries < 8 && last > 0; ++tries) {
+      i32 k = random_.below(last);
+      if (!waits_for_device(k)) continue;
+      task_ = chain_[k++];
+      while (k < last && waits_for_device(k) && random_.uniform() < 0.5) ++k;
+      other_ = chain_[k];
+      return true;
+    }
+    return false;
+  }
+  bool waits_for_device(i32 k) const {
+    const i32 v = chain_[k], u = chain_[k + 1];
+    if (groups_[space_.task_group[v]] != groups_[space_.task_group[u]]) return false;
+    const auto first = core_.in_task.begin() + core_.in_ptr[v], end = core_.in_task.begin() + core_.in_ptr[v + 1];
+    return std::find(first, end, u) == end;
   }
 
   void swap_classes() {
@@ -240,6 +273,15 @@ class Chain {
     const i32 C = space_.num_classes, length = 2 + random_.below(std::max(1, C / 4));
     const i32 first = random_.below(C), to = some_device();
     for (i32 c = first; c < std::min(C, first + length); ++c) move_class(c, to);
+  }
+
+  // All that a device has of the model before or behind some class goes to another device.
+  void move_part() {
+    const i32 c = some_class(), here = device_of_class(c), to = some_device();
+    const bool is_rest = random_.uniform() < 0.5;
+    const i32 first = is_rest ? c : 0, end = is_rest ? space_.num_classes : c + 1;
+    for (i32 k = first; k < end; ++k)
+      if (device_of_class(k) == here) move_class(k, to);
   }
 
   void move_some_class() {
@@ -306,6 +348,8 @@ class Chain {
   Found best_;
   double value_ = 0, best_value_ = 0, now_ = 0;
   i64 step_ = 0, overflow_ = 0, evaluations_ = 0, tries_ = 0;
+  bool is_order_ = false;
+  i32 task_ = 0, other_ = 0;
   std::vector<i32> groups_, chain_;
   std::vector<double> sums_;
   std::vector<std::pair<i32, i32>> moved_, moves_;

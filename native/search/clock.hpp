@@ -84,6 +84,7 @@ class Clock {
   std::vector<Node> nodes;
   std::vector<i64> load;  // of each device
   Ranks ranks;
+  bool in_turn = false;  // devices with one stream run their tasks by rank, and wait; no snapshots then
   Record record;
   State state;
   i64 num_events = 0;
@@ -121,7 +122,7 @@ class Clock {
     for (std::size_t w = 0; w < startable_.size(); ++w) {
       for (u64 devices = startable_[w]; devices; devices &= devices - 1) {
         const i32 d = static_cast<i32>(w * 64) + lowest_bit(devices);
-        while (s.idle[d] && !ready_[d].empty())
+        while (s.idle[d] && !ready_[d].empty() && is_due(d))
           if (!start<keep>(d, cutoff)) return false;
       }
       startable_[w] = 0;
@@ -147,6 +148,20 @@ class Clock {
   }
 
  private:
+  bool is_due(i32 d) const {
+    return !in_turn || core_.streams[d] != 1 || ready_[d].first() == due_[d][num_begun_[d]];
+  }
+  // What each device runs, by rank.
+  void set_due() {
+    due_.resize(core_.num_devices);
+    for (auto& row : due_) row.clear();
+    num_begun_.assign(core_.num_devices, 0);
+    for (i32 rank = 0; rank < core_.num_tasks; ++rank) {
+      const i32 v = ranks.task(rank);
+      if (!core_.is_source[v]) due_[nodes[v].device].push_back(rank);
+    }
+  }
+
   void restore(const Snapshot& kept) {
     state = kept.state;
     for (const auto& [lane, free] : kept.busy_lanes) lane_free_[lane] = free;
@@ -159,6 +174,7 @@ class Clock {
   bool start(i32 d, i64 cutoff) {
     State& s = state;
     const i32 rank = ready_[d].pop(), v = ranks.task(rank);
+    if (in_turn) ++num_begun_[d];
     const Node& node = nodes[v];
     const i64 own = node.work, end = s.now + own + s.debt[d];
     s.debt[d] = 0;
@@ -192,6 +208,7 @@ class Clock {
     const i32 D = core_.num_devices;
     s.now = s.makespan = 0;
     s.started = 0;
+    if (in_turn) set_due();
     for (i32 v = 0; v < core_.num_tasks; ++v) missing_[v] = core_.in_ptr[v + 1] - core_.in_ptr[v];
     s.left = load;
     s.channel_free.assign(core_.num_channels, 0);
@@ -265,7 +282,8 @@ class Clock {
   const Core& core_;
   std::vector<RankSet> ready_;
   std::vector<u64> startable_;  // devices that may have something to start
-  std::vector<i32> missing_, sources_, roots_, stamp_;
+  std::vector<std::vector<i32>> due_;
+  std::vector<i32> missing_, sources_, roots_, stamp_, num_begun_;
   std::vector<i64> lane_free_;
 };
 

@@ -27,6 +27,7 @@ class Incremental {
 
   // Takes a placement as the one that changes start from, with its critical-path priorities.
   void reset(const std::vector<i32>& device) {
+    clock_.in_turn = false;
     device_ = device;
     moves_.clear();
     clock_.load.assign(core_.num_devices, 0);
@@ -41,17 +42,19 @@ class Incremental {
     record(-1);
   }
 
-  // Takes other priorities.
-  void use(const std::vector<i64>& priority) {
+  // Takes other priorities; with `in_turn` devices keep to them, and wait.
+  void use(const std::vector<i64>& priority, bool in_turn) {
     priority_ = priority;
+    clock_.in_turn = in_turn;
     set_ranks();
     record(-1);
   }
+  bool in_turn() const { return clock_.in_turn; }
 
   // Step time if these tasks moved, `never` if it would be above `cutoff`. The change is kept in
   // mind until `accept` or `reject`.
-  // With `fresh`, tasks get the critical-path priorities of the new placement; then the step is
-  // simulated from its start.
+  // With `fresh`, tasks get the critical-path priorities of the new placement, and no device waits
+  // for a turn; then the step is simulated from its start.
   i64 try_move(const std::vector<std::pair<i32, i32>>& moves, i64 cutoff, bool fresh = false) {
     moves_.clear();
     moved_to_.clear();
@@ -61,14 +64,52 @@ class Incremental {
       moved_to_.push_back(target);
     }
     is_fresh_ = fresh;
-    from_ = fresh ? 0 : affected_from();
+    from_ = fresh || clock_.in_turn ? 0 : affected_from();
     for (std::size_t k = 0; k < moves_.size(); ++k) place(moves_[k].first, moved_to_[k]);
     tails_.update(moves_, device_);
     if (fresh) {
-      held_priority_.swap(priority_);
-      held_ranks_.swap(clock_.ranks);
+      hold_order();
+      clock_.in_turn = false;
       use_tails();
     }
+    const i64 found = resume(cutoff - copies_.batch_ns());
+    return found == never ? never : copies_.batch_ns() + found;
+  }
+
+  // Step time if `task`, with all before it that now come later, came before `other`; `never` if
+  // that is impossible, changes nothing or takes longer than `cutoff`. Kept in mind as a move.
+  i64 try_earlier(i32 task, i32 other, i64 cutoff) {
+    const Ranks& ranks = clock_.ranks;
+    const i32 from = ranks.of(other), to = ranks.of(task);
+    moves_.clear();
+    tails_.update(moves_, device_);  // nothing moves: `reject` has nothing to undo there
+    earlier_.assign(1, task);
+    bool is_possible = from < to;
+    for (std::size_t k = 0; k < earlier_.size() && is_possible; ++k) {
+      marked_[earlier_[k]] = 1;
+      for (i32 j = core_.in_ptr[earlier_[k]]; j < core_.in_ptr[earlier_[k] + 1]; ++j) {
+        const i32 u = core_.in_task[j];
+        if (ranks.of(u) < from || core_.is_source[u] || marked_[u]) continue;
+        is_possible &= u != other;
+        marked_[u] = 1;
+        earlier_.push_back(u);
+      }
+    }
+    if (is_possible) {
+      held_priority_.resize(core_.num_tasks);
+      i64 place = core_.num_tasks;
+      for (i32 rank = 0; rank < from; ++rank) held_priority_[ranks.task(rank)] = place--;
+      for (i32 rank = from; rank <= to; ++rank)
+        if (marked_[ranks.task(rank)]) held_priority_[ranks.task(rank)] = place--;
+      for (i32 rank = from; rank < core_.num_tasks; ++rank)
+        if (rank > to || !marked_[ranks.task(rank)]) held_priority_[ranks.task(rank)] = place--;
+    }
+    for (const i32 v : earlier_) marked_[v] = 0;
+    if (!is_possible) return never;
+    hold_order();
+    is_fresh_ = true;
+    from_ = 0;
+    set_ranks();
     const i64 found = resume(cutoff - copies_.batch_ns());
     return found == never ? never : copies_.batch_ns() + found;
   }
@@ -80,6 +121,7 @@ class Incremental {
     if (!is_fresh_) return;
     priority_.swap(held_priority_);
     clock_.ranks.swap(held_ranks_);
+    clock_.in_turn = held_in_turn_;
     copy_ranks();
     is_fresh_ = false;
   }
@@ -143,6 +185,13 @@ class Incremental {
     i32 j = core_.cons_ptr[carrier];
     while (device_[core_.cons[j]] != device) ++j;
     return j;
+  }
+
+  // Remembers order and rule for `reject`; `priority_` becomes what was held before.
+  void hold_order() {
+    held_priority_.swap(priority_);
+    held_ranks_.swap(clock_.ranks);
+    held_in_turn_ = clock_.in_turn;
   }
 
   // Critical-path priorities.
@@ -224,9 +273,9 @@ class Incremental {
   Ranks held_ranks_;
   std::vector<Clock::Snapshot> snapshots_;
   int num_snapshots_ = 0;
-  bool is_fresh_ = false;
+  bool is_fresh_ = false, held_in_turn_ = false;
   i64 makespan_ = 0, from_ = 0;
-  std::vector<i32> device_, marked_, moved_to_, spare_;
+  std::vector<i32> device_, marked_, moved_to_, spare_, earlier_;
   std::vector<i64> priority_, held_priority_;
   std::vector<std::pair<i32, i32>> moves_;
 };

@@ -204,10 +204,11 @@ class Simulator {
  public:
   explicit Simulator(const Core& core) : core_(core), ready_(core.num_devices) {}
 
-  // With `track_memory` false the peaks are left at zero.
+  // With `track_memory` false the peaks are left at zero. With `turn`, a device with one stream runs
+  // its tasks by falling turn, then rising index, and waits for the next one where it must.
   template <bool track_memory, bool trace>
-  void run(const i32* device, const i64* priority, Outcome& out) {
-    prepare<track_memory, trace>(device, priority, out);
+  void run(const i32* device, const i64* priority, const i64* turn, Outcome& out) {
+    prepare<track_memory, trace>(device, priority, turn, out);
     for (;;) {
       for (i32 d = 0; d < core_.num_devices; ++d) start_ready<track_memory, trace>(d, out);
       if constexpr (track_memory) look_at_memory<trace>(out);
@@ -230,10 +231,12 @@ class Simulator {
   static constexpr i64 never = std::numeric_limits<i64>::max();
 
   template <bool track_memory, bool trace>
-  void prepare(const i32* device, const i64* priority, Outcome& out) {
+  void prepare(const i32* device, const i64* priority, const i64* turn, Outcome& out) {
     const i32 N = core_.num_tasks, D = core_.num_devices;
     device_ = device;
     priority_ = priority;
+    turn_ = turn;
+    if (turn) set_due();
     now_ = core_.batch_ns(device);
     started_ = 0;
     missing_.resize(N);
@@ -317,7 +320,27 @@ class Simulator {
     }
   }
 
-  void make_ready(i32 v) { ready_[device_[v]].push({priority_[v], v}); }
+  // What each device runs, in turn.
+  void set_due() {
+    const std::size_t N = core_.num_tasks;
+    if (known_turn_.size() != N || !std::equal(known_turn_.begin(), known_turn_.end(), turn_)) {
+      known_turn_.assign(turn_, turn_ + N);
+      in_turn_.clear();
+      for (std::size_t v = 0; v < N; ++v)
+        if (!core_.is_source[v]) in_turn_.push_back({turn_[v], static_cast<i32>(v)});
+      std::sort(in_turn_.begin(), in_turn_.end(), ReadyFirst{});
+    }
+    due_.resize(core_.num_devices);
+    for (auto& row : due_) row.clear();
+    num_begun_.assign(core_.num_devices, 0);
+    for (const ReadyTask& item : in_turn_) due_[device_[item.task]].push_back(item.task);
+  }
+  bool has_turns(i32 d) const { return turn_ && core_.streams[d] == 1; }
+
+  void make_ready(i32 v) {
+    const i32 d = device_[v];
+    ready_[d].push({has_turns(d) ? turn_[v] : priority_[v], v});
+  }
 
   void one_input_less(i32 v) {
     if (--missing_[v] == 0) make_ready(v);
@@ -327,6 +350,10 @@ class Simulator {
   void start_ready(i32 d, Outcome& out) {
     while (running_count_[d] < core_.streams[d] && !ready_[d].empty()) {
       const i32 v = ready_[d].top().task;
+      if (has_turns(d)) {
+        if (due_[d][num_begun_[d]] != v) break;
+        ++num_begun_[d];
+      }
       ready_[d].pop();
       const i64 end = now_ + core_.duration(v, d) + debt_[d];
       debt_[d] = 0;
@@ -501,15 +528,17 @@ class Simulator {
 
   const Core& core_;
   const i32* device_ = nullptr;
-  const i64* priority_ = nullptr;
+  const i64 *priority_ = nullptr, *turn_ = nullptr;
   i64 now_ = 0, started_ = 0;
   std::vector<Heap<ReadyTask, ReadyFirst>> ready_;
   Heap<Arrival, ArrivalFirst> arrivals_;
   Heap<Running, RunningFirst> running_;
-  std::vector<ReadyTask> finished_;
+  std::vector<ReadyTask> finished_, in_turn_;
+  std::vector<i64> known_turn_;
+  std::vector<std::vector<i32>> due_;
   std::vector<i64> channel_free_, lane_free_, slot_finish_, debt_, memory_, kept_, shown_;
   std::vector<i64> pool_used_;
-  std::vector<i32> slot_task_, missing_, running_count_, stamp_, references_, copies_;
+  std::vector<i32> slot_task_, missing_, running_count_, num_begun_, stamp_, references_, copies_;
   std::vector<i32> sent_to_, readers_there_;
   std::vector<u8> in_place_;
 };

@@ -61,13 +61,15 @@ class Kernel {
     return vector_to_numpy(length);
   }
 
-  nb::tuple trace(In<i32> device, In<i64> priority) const {
+  // `turn` has a number for each task, or none: then no device waits.
+  nb::tuple trace(In<i32> device, In<i64> priority, In<i64> turn) const {
     check_devices(device, 1);
     check_priorities(priority, 1);
+    if (turn.size()) check_priorities(turn, 1);
     Outcome out;
     {
       nb::gil_scoped_release release;
-      Simulator(core_).run<true, true>(device.data(), priority.data(), out);
+      Simulator(core_).run<true, true>(device.data(), priority.data(), turn.size() ? turn.data() : nullptr, out);
     }
     static_assert(sizeof(Transfer) == 6 * sizeof(i64) && sizeof(MemoryStep) == 3 * sizeof(i64));
     return nb::make_tuple(
@@ -79,8 +81,9 @@ class Kernel {
   }
 
   // Makespan and peaks of each row of `devices`; `priorities` has one row for all, one row each,
-  // or none: then each placement gets its critical-path priority.
-  nb::tuple evaluate(In<i32> devices, In<i64> priorities, bool track_memory, int threads) const {
+  // or none: then each placement gets its critical-path priority. With `in_turn` devices keep to
+  // their priorities, and wait.
+  nb::tuple evaluate(In<i32> devices, In<i64> priorities, bool in_turn, bool track_memory, int threads) const {
     const std::size_t rows = devices.ndim() == 2 ? devices.shape(0) : 1;
     check_devices(devices, rows);
     const std::size_t tasks = core_.num_tasks;
@@ -102,8 +105,9 @@ class Kernel {
             priority = priorities.data() + (priority_rows > 1 ? i * core_.num_tasks : 0);
           else
             critical_path(core_, device, own.data());
-          if (track_memory) simulator.run<true, false>(device, priority, out);
-          else simulator.run<false, false>(device, priority, out);
+          const i64* turn = in_turn ? priority : nullptr;
+          if (track_memory) simulator.run<true, false>(device, priority, turn, out);
+          else simulator.run<false, false>(device, priority, turn, out);
           makespan[i] = out.makespan;
           moved[i] = out.transfer_bytes;
           std::copy(out.peak.begin(), out.peak.end(), peak.begin() + i * D);
@@ -158,12 +162,13 @@ class Kernel {
   // Annealing from each row of `starts`; `space` and `settings` are records of Python. A signal that
   // Python turns into an exception, as Ctrl-C, ends the chains; the last value tells.
   nb::tuple anneal(nb::object space, nb::object settings, In<i32> starts, In<i64> priorities,
-                   In<i64> seeds, int threads) const {
+                   In<u8> in_turn, In<i64> seeds, int threads) const {
     Space shared = space_of(space);
     const std::size_t K = seeds.size(), G = shared.num_groups, N = core_.num_tasks;
     if (starts.size() != K * G) throw nb::value_error("starts: wrong size");
     check_devices_of(starts);
     if (priorities.size()) check_priorities(priorities, K);
+    if (in_turn.size() != K) throw nb::value_error("in_turn: wrong size");
     Settings common;
     common.temperature = nb::cast<double>(settings.attr("temperature"));
     common.critical_share = nb::cast<double>(settings.attr("critical_share"));
@@ -192,21 +197,23 @@ class Kernel {
           Settings own = common;
           own.seed = static_cast<std::uint64_t>(seeds.data()[k]);
           found[k] = Chain(shared, own)
-                         .run(starts.data() + k * G, priorities.size() ? priorities.data() + k * N : nullptr);
+                         .run(starts.data() + k * G, priorities.size() ? priorities.data() + k * N : nullptr,
+                              in_turn.data()[k] != 0);
         }
       });
     }
     std::vector<i32> groups;
-    std::vector<i64> priority, step, overflow, evaluations;
+    std::vector<i64> waits, priority, step, overflow, evaluations;
     for (const Found& one : found) {
       groups.insert(groups.end(), one.groups.begin(), one.groups.end());
       priority.insert(priority.end(), one.priority.begin(), one.priority.end());
+      waits.push_back(one.in_turn);
       step.push_back(one.step);
       overflow.push_back(one.overflow);
       evaluations.push_back(one.evaluations);
     }
     return nb::make_tuple(to_numpy(groups.data(), groups.size(), 1), vector_to_numpy(priority),
-                          vector_to_numpy(step), vector_to_numpy(overflow), vector_to_numpy(evaluations),
+                          vector_to_numpy(waits), vector_to_numpy(step), vector_to_numpy(overflow), vector_to_numpy(evaluations),
                           interrupted);
   }
 
@@ -220,8 +227,8 @@ class Kernel {
   }
   static Moves moves_of(const nb::object& moves) {
     auto share = [&](const char* name) { return nb::cast<double>(moves.attr(name)); };
-    return {share("swap_share"), share("run_share"), share("pair_share"), share("beside_share"),
-            share("fresh_share")};
+    return {share("swap_share"), share("run_share"), share("pair_share"), share("part_share"),
+            share("beside_share"), share("fresh_share"), share("order_share")};
   }
   Space space_of(const nb::object& space) const {
     Space s;
@@ -270,11 +277,11 @@ NB_MODULE(_native, m) {
   nb::class_<Kernel>(m, "Kernel")
       .def(nb::init<nb::object, nb::object>(), nb::arg("tasks"), nb::arg("wires"))
       .def("priority", &Kernel::priority, nb::arg("device"))
-      .def("trace", &Kernel::trace, nb::arg("device"), nb::arg("priority"))
+      .def("trace", &Kernel::trace, nb::arg("device"), nb::arg("priority"), nb::arg("turn"))
       .def("evaluate", &Kernel::evaluate, nb::arg("devices"), nb::arg("priorities"),
-           nb::arg("track_memory"), nb::arg("threads"))
+           nb::arg("in_turn"), nb::arg("track_memory"), nb::arg("threads"))
       .def("moves", &Kernel::moves, nb::arg("device"), nb::arg("move_ptr"), nb::arg("move_task"),
            nb::arg("move_device"), nb::arg("cutoff"))
       .def("anneal", &Kernel::anneal, nb::arg("space"), nb::arg("settings"), nb::arg("starts"),
-           nb::arg("priorities"), nb::arg("seeds"), nb::arg("threads"));
+           nb::arg("priorities"), nb::arg("in_turn"), nb::arg("seeds"), nb::arg("threads"));
 }

@@ -20,6 +20,7 @@ from devplace.placers.colocation_groups import mean_duration_ns
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement, make_classes
 from devplace.placers.local_search.explore import Explorer
+from devplace.placers.turns import turns_by
 from devplace.problem import Placement, Problem
 from devplace.simulator.kernel import NativeKernel, native_module
 from devplace.testing import hand_machine, hand_problem, tiny_problems
@@ -176,17 +177,20 @@ def test_native_chains_are_those_of_plain_python(problem: Problem, seed: int) ->
     )
     explorer, start = explorer_of(problem, 2, seed, 1)
     space = explorer._space(classes, list(problem.usable_devices))
-    moves = Moves(fresh_share=0.5) if seed % 2 else Moves()
+    moves = Moves(fresh_share=0.5, order_share=0.4) if seed % 2 else Moves()
     schedule = CoolingSchedule(0.02, 0.4, 50, 1000, 0.0, moves)
     starts, seeds = np.stack([start.groups] * 2), np.array([seed, seed + 1], np.int64)
     given = np.arange(2 * problem.core.tasks.num_tasks, dtype=np.int64).reshape(2, -1)
-    for priorities in (None, given):
-        arguments = (space, schedule, starts, priorities, seeds)
+    keys = np.random.default_rng(seed).integers(0, 9, given.shape)
+    turns = np.stack([turns_by(problem, row) for row in keys])
+    for priorities, waits in ((None, [0, 0]), (given, [0, 0]), (turns, [1, 0]), (turns, [1, 1])):
+        in_turn = np.array(waits, np.uint8)
+        arguments = (space, schedule, starts, priorities, in_turn, seeds)
         fast = NativeKernel(native, problem.core).anneal(*arguments, 1)
         slow = chains.anneal(problem.core, *arguments)
         for one, other in zip(fast, slow, strict=True):
             np.testing.assert_array_equal(one, other)
-        reached = dataclasses.replace(schedule, least_ns=int(fast[2].min()))
+        reached = dataclasses.replace(schedule, least_ns=int(fast[3].min()))
         early = NativeKernel(native, problem.core).anneal(space, reached, *arguments[2:], 1)
         slow = chains.anneal(problem.core, space, reached, *arguments[2:])
         for one, other in zip(early, slow, strict=True):
@@ -208,16 +212,16 @@ def test_a_chain_that_cannot_find_better_ends(is_native: bool) -> None:
     found = []
     for least in (0, tiny.step_ns):
         schedule = CoolingSchedule(0.3, 0.3, 500, 1000, 0.0, least_ns=least)
-        arguments = (space, schedule, start, None, np.array([3], np.int64))
+        arguments = (space, schedule, start, None, np.zeros(1, np.uint8), np.array([3]))
         if is_native:
             found.append(NativeKernel(native, problem.core).anneal(*arguments, 1))
         else:
             found.append(chains.anneal(problem.core, *arguments))
     whole, early = found
-    assert (whole[2][0], whole[3][0]) == (tiny.step_ns, 0)
-    for one, other in zip(whole[:4], early[:4], strict=True):
+    assert (whole[3][0], whole[4][0]) == (tiny.step_ns, 0)
+    for one, other in zip(whole[:5], early[:5], strict=True):
         np.testing.assert_array_equal(one, other)
-    assert 1 < early[4][0] < whole[4][0] == 500
+    assert 1 < early[5][0] < whole[5][0] == 500
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -46,6 +46,8 @@ class Moves:
     Attributes:
         swap_share: Two classes change places.
         run_share: Classes that follow one another in the model all go to one device.
+        part_share: All that a device has of the model before or behind some class goes to another
+            device: a pipeline gets a stage more, less or elsewhere.
         pair_share: Two classes move, each on its own.
         beside_share: Part of the classes moved alone or in pairs that go to the device of a task
             they exchange a tensor with; the others go to any.
@@ -53,14 +55,18 @@ class Moves:
             levels have less.
         fresh_share: Part of the moves that are judged with critical-path priorities of their own,
             which takes a simulation from the start; the others with those of the placement before.
+        order_share: Part of all moves that let a task of the critical path that waited for its
+            device run before one that it waited for.
     """
 
     swap_share: float = 0.2
     run_share: float = 0.1
+    part_share: float = 0.05
     pair_share: float = 0.15
     beside_share: float = 0.5
     critical_share: float = 0.9
     fresh_share: float = 0.2
+    order_share: float = 0.1
 
 
 MOVES = Moves()

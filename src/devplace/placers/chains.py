@@ -50,17 +50,20 @@ def anneal(
     schedule: CoolingSchedule,
     starts: I32,
     priorities: I64 | None,
+    in_turn: NDArray[np.uint8],
     seeds: I64,
-) -> tuple[I32, I64, I64, I64, I64, bool]:
+) -> tuple[I32, I64, I64, I64, I64, I64, bool]:
     """As `NativeKernel.anneal`, one chain after the other; Ctrl-C is raised at once."""
     found = []
     for k, seed in enumerate(seeds.tolist()):
         chain = _Chain(core, space, schedule, seed, schedule.seconds / len(seeds))
-        found.append(chain.run(starts[k], None if priorities is None else priorities[k]))
-    groups, priority, step, overflow, made = zip(*found, strict=True)
+        given = None if priorities is None else priorities[k]
+        found.append(chain.run(starts[k], given, bool(in_turn[k])))
+    groups, priority, waits, step, overflow, made = zip(*found, strict=True)
     return (
         np.stack(groups),
         np.stack(priority),
+        np.array(waits, np.int64),
         np.array(step, np.int64),
         np.array(overflow, np.int64),
         np.array(made, np.int64),
@@ -79,7 +82,9 @@ class _Chain:
         self._seconds, self._begin, self._now, self._tries = seconds, time.monotonic(), 0.0, 0
         self._made = self._step = self._overflow = 0
         self._value = self._best_value = 0.0
-        self._best: tuple[I32, I64, int, int]
+        self._best: tuple[I32, I64, bool, int, int]
+        self._in_turn = False
+        self._order: tuple[int, int] | None = None
         self._moved: list[tuple[int, int]] = []
         self._chain: list[int] = []
         bounds = space.class_ptr.tolist()
@@ -89,10 +94,13 @@ class _Chain:
         for task, group in enumerate(space.task_group.tolist()):
             self._tasks_of[group].append(task)
 
-    def run(self, groups: I32, priority: I64 | None) -> tuple[I32, I64, int, int, int]:
-        """Best groups, priorities, step time, bytes over limits; simulations made."""
+    def run(
+        self, groups: I32, priority: I64 | None, in_turn: bool
+    ) -> tuple[I32, I64, bool, int, int, int]:
+        """Best groups, priorities, whether devices wait, step time, bytes over limits; simulations
+        made."""
         self._groups = groups.copy()
-        self._start(priority)
+        self._start(priority, in_turn)
         self._keep_best()
         self._refocus()
         stale, most = 0, self._schedule.most_evaluations
@@ -119,13 +127,13 @@ class _Chain:
         return (*self._best, self._made)
 
     def _is_done(self) -> bool:
-        _, _, step, overflow = self._best
+        *_, step, overflow = self._best
         return (overflow == 0 and step <= self._schedule.least_ns) or self._is_late()
 
     def _device(self) -> I32:
         return self._groups[self._space.task_group]
 
-    def _start(self, given: I64 | None) -> None:
+    def _start(self, given: I64 | None, in_turn: bool) -> None:
         self._made += 1
         device = self._device()
         self._priority = critical_path_priority(self._core, device)
@@ -133,15 +141,17 @@ class _Chain:
         if given is None:
             return
         own = self._value, self._step, self._overflow
+        self._in_turn = in_turn
         value = self._simulate(device, given)
         if value < own[0]:
             self._value, self._priority = value, given.copy()
         else:
             self._value, self._step, self._overflow = own
+            self._in_turn = False
 
     def _simulate(self, device: I32, priority: I64, bar: float = NEVER) -> float:
         """Value of a placement, `NEVER` if its step alone is above the bar."""
-        run = simulate_core(self._core, device, priority)
+        run = simulate_core(self._core, device, priority, priority if self._in_turn else None)
         step, share = int(run.makespan_ns), 0.0
         if step > int(min(bar, 9e18)):
             return NEVER
@@ -158,24 +168,56 @@ class _Chain:
     def _evaluate(self, bar: float) -> float:
         self._made += 1
         device = self._device()
-        self._held = self._priority
+        self._held = self._priority, self._in_turn
+        if self._order is not None:
+            found = self._earlier(*self._order)
+            if found is None:
+                return NEVER
+            self._priority = found
+            return self._simulate(device, self._priority, bar)
         if self._random.uniform() < self._schedule.moves.fresh_share:
-            self._priority = critical_path_priority(self._core, device)
+            self._priority, self._in_turn = critical_path_priority(self._core, device), False
         return self._simulate(device, self._priority, bar)
+
+    def _earlier(self, task: int, other: int) -> I64 | None:
+        """Priorities with `task`, and all before it that now come later, before `other`; None if
+        that is impossible or changes nothing."""
+        tasks = self._core.tasks
+        order = np.lexsort((np.arange(len(self._priority)), -self._priority)).tolist()
+        rank = {v: k for k, v in enumerate(order)}
+        if rank[other] >= rank[task]:
+            return None
+        earlier = [task]
+        for v in earlier:
+            reads = tasks.in_carrier[tasks.in_ptr[v] : tasks.in_ptr[v + 1]]
+            for u in tasks.carrier_maker[reads].tolist():
+                if rank[u] < rank[other] or tasks.is_source[u] or u in earlier:
+                    continue
+                if u == other:
+                    return None
+                earlier.append(u)
+        first, last = rank[other], rank[task] + 1
+        between = order[first:last]
+        ahead = [v for v in between if v in earlier] + [v for v in between if v not in earlier]
+        priority = np.zeros(len(order), np.int64)
+        priority[order[:first] + ahead + order[last:]] = np.arange(len(order), 0, -1)
+        return priority
 
     def _undo(self) -> None:
         for group, old in reversed(self._moved):
             self._groups[group] = old
-        self._priority = self._held
+        self._priority, self._in_turn = self._held
 
     def _keep_best(self) -> None:
         self._best_value = self._value
-        self._best = (self._groups.copy(), self._priority.copy(), self._step, self._overflow)
+        kept = self._groups.copy(), self._priority.copy()
+        self._best = (*kept, self._in_turn, self._step, self._overflow)
 
     def _refocus(self) -> None:
         """The critical path of the present state, and how likely each class is to move."""
         space, device = self._space, self._device()
-        run = simulate_core(self._core, device, self._priority)
+        turn = self._priority if self._in_turn else None
+        run = simulate_core(self._core, device, self._priority, turn)
         self._chain = critical_tasks(self._core, device, run)
         count = len(space.class_weight)
         share, total = [0.0] * count, 0.0
@@ -215,9 +257,11 @@ class _Chain:
         return int(self._groups[self._members[number][0]])
 
     def _propose(self) -> bool:
-        """Change groups; whether anything came of it."""
+        """Change groups, or say which task comes before which; whether anything came of it."""
         random, moves = self._random, self._schedule.moves
-        self._moved = []
+        self._moved, self._order = [], None
+        if random.uniform() < moves.order_share:
+            return self._propose_order()
         kind = random.uniform()
         if self._chain and random.uniform() < self._schedule.critical_share:
             self._move_critical()
@@ -225,11 +269,33 @@ class _Chain:
             self._swap_classes()
         elif kind < moves.swap_share + moves.run_share:
             self._move_classes_in_a_row()
+        elif kind < moves.swap_share + moves.run_share + moves.part_share:
+            self._move_part()
         else:
             self._move_some_class()
-            if kind < moves.swap_share + moves.run_share + moves.pair_share:
+            if kind < moves.swap_share + moves.run_share + moves.part_share + moves.pair_share:
                 self._move_some_class()
         return bool(self._moved)
+
+    def _propose_order(self) -> bool:
+        """A task of the critical path that waited for its device, and one that it waited for."""
+        chain, last = self._chain, len(self._chain) - 1
+        for _ in range(8 if last > 0 else 0):
+            k = self._random.below(last)
+            if not self._waits_for_device(k):
+                continue
+            task, k = chain[k], k + 1
+            while k < last and self._waits_for_device(k) and self._random.uniform() < 0.5:
+                k += 1
+            self._order = task, chain[k]
+            return True
+        return False
+
+    def _waits_for_device(self, k: int) -> bool:
+        tasks, of = self._core.tasks, self._space.task_group
+        v, u = self._chain[k], self._chain[k + 1]
+        makers = tasks.carrier_maker[tasks.in_carrier[tasks.in_ptr[v] : tasks.in_ptr[v + 1]]]
+        return bool(self._groups[of[v]] == self._groups[of[u]] and u not in makers)
 
     def _swap_classes(self) -> None:
         a, b = self._some_class(), self._some_class()
@@ -245,6 +311,15 @@ class _Chain:
         target = self._some_device()
         for number in range(first, min(count, first + length)):
             self._move_class(number, target)
+
+    def _move_part(self) -> None:
+        """All that a device has of the model before or behind some class goes to another device."""
+        number = self._some_class()
+        here, target = self._device_of_class(number), self._some_device()
+        is_rest = self._random.uniform() < 0.5
+        for c in range(number, len(self._members)) if is_rest else range(number + 1):
+            if self._device_of_class(c) == here:
+                self._move_class(c, target)
 
     def _device_beside(self, number: int) -> int:
         """Where a task is that gives to, or takes from, a random task of this class."""

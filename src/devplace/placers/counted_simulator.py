@@ -15,7 +15,8 @@ from devplace.errors import InputError
 from devplace.machine.detect import num_cores
 from devplace.placers import chains
 from devplace.placers.budget import Budget
-from devplace.placers.runners_up import RunnersUp, as_state, from_state
+from devplace.placers.runners_up import Entry, RunnersUp, as_state, from_state
+from devplace.placers.turns import placed_in_turn
 from devplace.problem import Placement, Problem
 from devplace.simulator import make_kernel
 from devplace.simulator.in_order import simulate_in_order
@@ -95,7 +96,7 @@ class Evaluator:
         self.notes: list[str] = []
         self.threads = threads or num_cores()
         self._started = time.monotonic()
-        self._best: tuple[int, I32, I64 | None] | None = None  # step, devices, priorities of tasks
+        self._best: Entry | None = None
         self._ordered: Placement | None = None  # the best, if it has an order of its own
         tasks, wires = problem.core.tasks, problem.core.wires
         self._limits, self._pool_limits = wires.limit_bytes, wires.pool_limit_bytes
@@ -190,19 +191,22 @@ class Evaluator:
             (found,) = self._measured(self._measure, [placement])
             step, over = (step, 1) if found is None else (found, 0)
         if over == 0 and (self._best is None or step < self._best[0]):
-            self._best = (step, timeline.task_devices, None)
+            self._best = (step, timeline.task_devices, None, False)
             self._ordered = placement
             self.history.append((self.num_evaluations, self.seconds, step))
         if self._progress is not None:
             self._progress(self.fraction_spent)
         return Score(step, over)
 
-    def batch(self, devices: I32, priorities: I64 | None = None) -> tuple[I64, I64]:
+    def batch(
+        self, devices: I32, priorities: I64 | None = None, in_turn: bool = False
+    ) -> tuple[I64, I64]:
         """Simulate many placements of tasks; rows over the evaluation budget are not simulated.
 
         Args:
             devices: Device of each task. int32 `[B, N]`
             priorities: int64 `[B, N]` or `[N]`; None: critical-path priorities of each row.
+            in_turn: Whether devices keep to the priorities, and wait (see `turns`).
 
         Returns:
             Step times `[B]` and overflows in bytes `[B]`. A row not simulated has the largest
@@ -219,26 +223,34 @@ class Evaluator:
         rows = priorities[:count] if priorities is not None and priorities.ndim == 2 else priorities
         # starting threads takes longer than simulating a small graph
         threads = self.threads if count * devices.shape[1] >= 4000 else 1
-        scores = self.kernel.evaluate(devices[:count], rows, not self.memory_cannot_bind, threads)
+        tracks_memory = not self.memory_cannot_bind
+        scores = self.kernel.evaluate(devices[:count], rows, tracks_memory, threads, in_turn)
         self.num_evaluations += count
         step[:count] = scores.makespan_ns
         overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
         overflow[:count] += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
         if self._measure is not None:
             self._run(self._measure, step[:count], overflow[:count], devices, rows)
-        self._remember(step[:count], overflow[:count], devices, rows)
+        waits = np.full(count, in_turn)
+        self._remember(step[:count], overflow[:count], devices, rows, waits)
         if self._progress is not None:
             self._progress(self.fraction_spent)
         return step, overflow
 
     def anneal(
-        self, space: Any, settings: Any, starts: I32, priorities: I64 | None, seeds: I64
-    ) -> list[tuple[I32, I64, int, int]]:
+        self,
+        space: Any,
+        settings: Any,
+        starts: I32,
+        priorities: I64 | None,
+        in_turn: NDArray[np.uint8],
+        seeds: I64,
+    ) -> list[tuple[I32, I64, bool, int, int]]:
         """Let native chains anneal (see `local_search.explore`); counts and remembers as `batch`.
 
         Returns:
-            Per chain: devices of groups `[G]`, priorities of tasks `[N]`, step time, bytes over
-            the limits.
+            Per chain: devices of groups `[G]`, priorities of tasks `[N]`, whether devices keep to
+            these, step time, bytes over the limits.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; what the chains had found is remembered.
@@ -249,18 +261,22 @@ class Evaluator:
                 "Use a placer that learns, or measure its best plans with confirm()."
             )
         if hasattr(self.kernel, "anneal"):
-            found = self.kernel.anneal(space, settings, starts, priorities, seeds, self.threads)
+            found = self.kernel.anneal(
+                space, settings, starts, priorities, in_turn, seeds, self.threads
+            )
         else:
-            found = chains.anneal(self.problem.core, space, settings, starts, priorities, seeds)
-        groups, priority, step, overflow, made, interrupted = found
+            found = chains.anneal(
+                self.problem.core, space, settings, starts, priorities, in_turn, seeds
+            )
+        groups, priority, waits, step, overflow, made, interrupted = found
         self.num_evaluations += int(made.sum())
-        self._remember(step, overflow, groups[:, self.problem.core.tasks.group], priority)
+        self._remember(step, overflow, groups[:, self.problem.core.tasks.group], priority, waits)
         if interrupted:
             raise KeyboardInterrupt
         if self._progress is not None:
             self._progress(self.fraction_spent)
         return [
-            (groups[k].copy(), priority[k].copy(), int(step[k]), int(overflow[k]))
+            (groups[k].copy(), priority[k].copy(), bool(waits[k]), int(step[k]), int(overflow[k]))
             for k in range(len(step))
         ]
 
@@ -311,7 +327,7 @@ class Evaluator:
         rows, placements = np.flatnonzero(overflow == 0), []
         for row in rows:
             priority = priorities[row] if own and priorities is not None else priorities
-            placements.append(self._placement((0, devices[row], priority)))
+            placements.append(self._placement((0, devices[row], priority, False)))
         times = self._measured(measure, placements)
         for row, found in zip(rows, times, strict=True):
             if found is None:
@@ -324,23 +340,32 @@ class Evaluator:
         many = getattr(measure, "many", None)
         return many(placements) if many else [measure(each) for each in placements]
 
-    def _placement(self, entry: tuple[int, I32, I64 | None]) -> Placement:
-        _, device, priority = entry
+    def _placement(self, entry: Entry) -> Placement:
+        _, device, priority, in_turn = entry
+        if in_turn and priority is not None:
+            return placed_in_turn(self.problem, device, priority)
         of_op = None if priority is None else self.problem.op_priority(priority)
         return Placement(self.problem.expand(device), of_op)
 
-    def _remember(self, step: I64, overflow: I64, devices: I32, priorities: I64 | None) -> None:
+    def _remember(
+        self,
+        step: I64,
+        overflow: I64,
+        devices: I32,
+        priorities: I64 | None,
+        in_turn: NDArray[np.generic],
+    ) -> None:
         fits = np.flatnonzero(overflow == 0)
         if not len(fits):
             return
         row = int(fits[step[fits].argmin()])
         own = priorities is not None and priorities.ndim == 2
         priority = priorities[row] if own and priorities is not None else priorities
-        self.runners_up.offer(int(step[row]), devices[row], priority)
+        self.runners_up.offer(int(step[row]), devices[row], priority, bool(in_turn[row]))
         if self._best is not None and int(step[row]) >= self._best[0]:
             return
         kept = None if priority is None else priority.copy()
-        self._best = (int(step[row]), devices[row].copy(), kept)
+        self._best = (int(step[row]), devices[row].copy(), kept, bool(in_turn[row]))
         self._ordered = None
         self.history.append((self.num_evaluations, self.seconds, self._best[0]))
 

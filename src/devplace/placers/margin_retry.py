@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
 from devplace.placers.counted_simulator import Evaluator, Measure
-from devplace.placers.orders import has_micro_batches, in_trace_order
+from devplace.placers.orders import best_of, held_back, priorities_of
 from devplace.placers.placer import Placer
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, make_kernel, simulate
@@ -116,8 +116,9 @@ def search(
 def with_priority(problem: Problem, placement: Placement) -> Placement:
     """The placement with explicit priorities: its own, or critical-path ones.
 
-    Where these do not fit, or there are micro-batches, those of the trace are tried as well, and
-    taken if they need less memory beyond the limits, else less time, else less memory at all.
+    Where these do not fit, or there are micro-batches, other orders are tried as well
+    (`priorities_of`), and where none fits those that hold ops back (`held_back`). Taken is what
+    needs least memory beyond the limits, then least time, then least memory at all.
     """
     if placement.priority is not None:
         return placement
@@ -126,9 +127,11 @@ def with_priority(problem: Problem, placement: Placement) -> Placement:
     found = Placement(placement.devices, problem.op_priority(priority), placement.order)
     if found.order is not None:
         return found
-    if not has_micro_batches(problem) and simulate(problem, found).is_feasible:
-        return found
-    return min(found, in_trace_order(problem, found), key=partial(_merit, problem))
+    merit = partial(_merit, problem)
+    best, (over, *_) = best_of(problem, priorities_of(problem, found), merit)
+    if not over:
+        return best
+    return min(best, *held_back(problem, found), key=merit)
 
 
 def _merit(problem: Problem, placement: Placement) -> tuple[int, int, int]:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-Entry = tuple[int, I32, I64 | None]
-"""Step time, device of each task, priority of each task."""
+Entry = tuple[int, I32, I64 | None, bool]
+"""Step time, device of each task, priority of each task, whether devices keep to these and wait."""
 
 SAME_SHARE = 0.01
 """Placements that differ in at most this part of the tasks count as one."""
@@ -32,13 +32,15 @@ class RunnersUp:
         self.heading = ""
         self._best: dict[tuple[str, int], Entry] = {}
 
-    def offer(self, step_ns: int, devices: I32, priority: I64 | None) -> None:
+    def offer(
+        self, step_ns: int, devices: I32, priority: I64 | None, in_turn: bool = False
+    ) -> None:
         """Keep a feasible placement if it is the fastest under its heading."""
         key = (self.heading, int(np.count_nonzero(np.bincount(devices))))
         known = self._best.get(key)
         if known is None or step_ns < known[0]:
             kept = None if priority is None else priority.copy()
-            self._best[key] = (step_ns, devices.copy(), kept)
+            self._best[key] = (step_ns, devices.copy(), kept, in_turn)
 
     def distinct(self, best: Entry | None, most: int) -> Iterator[Entry]:
         """At most `most` entries, fastest first, that differ from `best` and from each other."""
@@ -67,12 +69,12 @@ class RunnersUp:
 
 def as_state(entry: Entry) -> list[Any]:
     """An entry as plain lists and numbers."""
-    step, devices, priority = entry
-    return [step, devices.tolist(), None if priority is None else priority.tolist()]
+    step, devices, priority, in_turn = entry
+    return [step, devices.tolist(), None if priority is None else priority.tolist(), in_turn]
 
 
 def from_state(state: list[Any]) -> Entry:
     """From `as_state`."""
-    step, devices, priority = state
+    step, devices, priority, *rest = state  # without the last from older checkpoints
     kept = None if priority is None else np.array(priority, np.int64)
-    return int(step), np.array(devices, np.int32), kept
+    return int(step), np.array(devices, np.int32), kept, bool(rest and rest[0])

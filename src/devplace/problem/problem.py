@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from devplace.cost import CostTable
 from devplace.errors import ProblemError
 from devplace.graph import OpGraph
+from devplace.graph.coarsen import side_owner
 from devplace.graph.graph import BATCH_ON
 from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
@@ -135,6 +136,11 @@ class Problem:
             index = self.machine.device_index[resolve_device(self.machine, name, "limits")]
             limit[index] = min(limit[index], parse_size(value, f"Limit of {name}"))
         return tuple(limit)
+
+    @cached_property
+    def is_side(self) -> NDArray[np.bool_]:
+        """Whether only the update of one parameter needs an op (`graph.coarsen`). bool `[V]`"""
+        return np.array([owner is not None for owner in side_owner(self.graph)], bool)
 
     @cached_property
     def core(self) -> Core:

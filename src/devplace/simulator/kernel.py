@@ -17,6 +17,7 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 _log = logging.getLogger("devplace")
 _told = False
+_NONE: I64 = np.zeros(0, np.int64)
 
 
 class Scores:
@@ -43,14 +44,20 @@ class SimulatorKernel(Protocol):
         """Critical-path priority of each task. `[N]`"""
         ...
 
-    def trace(self, device: I32, priority: I64) -> CoreTimeline:
-        """Simulate one placement in full."""
+    def trace(self, device: I32, priority: I64, turn: I64 | None = None) -> CoreTimeline:
+        """Simulate one placement in full; see `simulate_core`."""
         ...
 
     def evaluate(
-        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
+        self,
+        devices: I32,
+        priorities: I64 | None,
+        track_memory: bool = True,
+        threads: int = 1,
+        in_turn: bool = False,
     ) -> Scores:
-        """Simulate many placements. devices `[B, N]`; priorities `[B, N]`, `[N]` or None."""
+        """Simulate many placements. devices `[B, N]`; priorities `[B, N]`, `[N]` or None, which
+        are turns as well if `in_turn`."""
         ...
 
 
@@ -87,12 +94,17 @@ class ReferenceKernel:
         """See `SimulatorKernel`."""
         return critical_path_priority(self._core, device)
 
-    def trace(self, device: I32, priority: I64) -> CoreTimeline:
+    def trace(self, device: I32, priority: I64, turn: I64 | None = None) -> CoreTimeline:
         """See `SimulatorKernel`."""
-        return simulate_core(self._core, device, priority)
+        return simulate_core(self._core, device, priority, turn)
 
     def evaluate(
-        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
+        self,
+        devices: I32,
+        priorities: I64 | None,
+        track_memory: bool = True,
+        threads: int = 1,
+        in_turn: bool = False,
     ) -> Scores:
         """See `SimulatorKernel`; `track_memory` and `threads` change nothing here."""
         rows = np.atleast_2d(devices)
@@ -102,7 +114,7 @@ class ReferenceKernel:
                 priority = self.priority(device)
             else:
                 priority = priorities[index] if priorities.ndim == 2 else priorities
-            results.append(self.trace(device, priority))
+            results.append(self.trace(device, priority, priority if in_turn else None))
         carrier_bytes = self._core.tasks.carrier_bytes
         return Scores(
             np.array([r.makespan_ns for r in results], np.int64),
@@ -123,22 +135,29 @@ class NativeKernel:
         """See `SimulatorKernel`."""
         return cast(I64, self._kernel.priority(np.ascontiguousarray(device, np.int32)))
 
-    def trace(self, device: I32, priority: I64) -> CoreTimeline:
+    def trace(self, device: I32, priority: I64, turn: I64 | None = None) -> CoreTimeline:
         """See `SimulatorKernel`."""
         return CoreTimeline(
             *self._kernel.trace(
-                np.ascontiguousarray(device, np.int32), np.ascontiguousarray(priority, np.int64)
+                np.ascontiguousarray(device, np.int32),
+                np.ascontiguousarray(priority, np.int64),
+                _NONE if turn is None else np.ascontiguousarray(turn, np.int64),
             )
         )
 
     def evaluate(
-        self, devices: I32, priorities: I64 | None, track_memory: bool = True, threads: int = 1
+        self,
+        devices: I32,
+        priorities: I64 | None,
+        track_memory: bool = True,
+        threads: int = 1,
+        in_turn: bool = False,
     ) -> Scores:
         """See `SimulatorKernel`."""
         rows = np.ascontiguousarray(np.atleast_2d(devices), np.int32)
-        given = np.zeros(0, np.int64) if priorities is None else priorities
+        given = _NONE if priorities is None else priorities
         makespan, peak, pool_peak, moved = self._kernel.evaluate(
-            rows, np.ascontiguousarray(given, np.int64), track_memory, threads
+            rows, np.ascontiguousarray(given, np.int64), in_turn, track_memory, threads
         )
         count, (num_devices, num_pools) = len(rows), self._shape
         return Scores(
@@ -182,9 +201,10 @@ class NativeKernel:
         settings: Any,
         starts: I32,
         priorities: I64 | None,
+        in_turn: NDArray[np.uint8],
         seeds: I64,
         threads: int,
-    ) -> tuple[I32, I64, I64, I64, I64, bool]:
+    ) -> tuple[I32, I64, I64, I64, I64, I64, bool]:
         """Anneal from every start, a chain each.
 
         Ctrl-C ends the chains where they are.
@@ -194,22 +214,26 @@ class NativeKernel:
             settings: See `placers.annealing.CoolingSchedule`.
             starts: Device of each group. int32 `[K, G]`
             priorities: Of the tasks of each start, or None for critical-path ones. int64 `[K, N]`
+            in_turn: Whether the devices of each start keep to these, and wait. uint8 `[K]`
             seeds: Of each chain. int64 `[K]`
             threads: Chains at once.
 
         Returns:
-            Of each chain's best placement: devices of groups `[K, G]`, priorities `[K, N]`, step
-            time, bytes over the limits; simulations made `[K]`; and whether it was interrupted.
+            Of each chain's best placement: devices of groups `[K, G]`, priorities `[K, N]`, whether
+            devices keep to these, step time, bytes over the limits; simulations made `[K]`; and
+            whether it was interrupted.
         """
-        given = np.zeros(0, np.int64) if priorities is None else priorities
-        groups, priority, step, overflow, made, interrupted = self._kernel.anneal(
+        given = _NONE if priorities is None else priorities
+        groups, priority, *found, interrupted = self._kernel.anneal(
             space,
             settings,
             np.ascontiguousarray(starts, np.int32),
             np.ascontiguousarray(given, np.int64),
+            np.ascontiguousarray(in_turn, np.uint8),
             np.ascontiguousarray(seeds, np.int64),
             threads,
         )
         count = len(seeds)
+        waits, step, overflow, made = found
         rows = groups.reshape(count, -1), priority.reshape(count, -1)
-        return *rows, step, overflow, made, bool(interrupted)
+        return *rows, waits, step, overflow, made, bool(interrupted)

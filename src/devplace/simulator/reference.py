@@ -9,6 +9,7 @@ sources are there when that is over. Rules, in the order they apply at each inst
 2. Transfers that arrive at `t` are handled: readers there may become ready; the sender's copy is
    released.
 3. Every device with a free stream starts its ready ops, larger priority first, then smaller index.
+   Where there are turns, a device with one stream starts only the op whose turn it is.
    A start takes memory for outputs and workspace; not for an output computed over a source that
    nothing else reads any more, which is one piece of memory (devices with fixed buffers).
 4. Memory is looked at. (So what is freed at an instant can be used again at the same instant.)
@@ -73,6 +74,7 @@ class _State:
     now: int = 0
     ready: list[list[tuple[int, int]]] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
+    due: list[list[int]] = field(default_factory=list)
     debt: list[int] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
@@ -87,17 +89,24 @@ class _State:
     transfers: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
 
 
-def simulate_core(core: Core, device: NDArray[np.int32], priority: I64) -> CoreTimeline:
+def simulate_core(
+    core: Core, device: NDArray[np.int32], priority: I64, turn: I64 | None = None
+) -> CoreTimeline:
     """Run one step in simulated time.
 
     Args:
         core: Tasks and wires.
         device: Device of each task. int32 `[N]`
         priority: Larger starts first among ready tasks. int64 `[N]`
+        turn: If given, devices with one stream run their tasks by falling turn, then rising index,
+            and wait for the next where they must. Every task must come after those that it waits
+            for. int64 `[N]`
 
     Complexity: O((N + E) log N) with a large constant: about 5 us per task and edge.
     """
     state = _start(core, device, priority)
+    if turn is not None:
+        _set_due(state, turn)
     count = len(device)
     start, finish = np.zeros(count, np.int64), np.zeros(count, np.int64)
     sequence = np.zeros(count, np.int64)
@@ -116,8 +125,11 @@ def simulate_core(core: Core, device: NDArray[np.int32], priority: I64) -> CoreT
     started = 0
     while True:
         for d in range(core.num_devices):
-            while state.running[d] < core.wires.streams[d] and state.ready[d]:
-                task = heapq.heappop(state.ready[d])[1]
+            while state.running[d] < core.wires.streams[d]:
+                following = _next_task(state, d)
+                if following is None:
+                    break
+                task = following
                 start[task] = state.now
                 finish[task] = state.now + int(core.wires.duration_ns[task, d]) + state.debt[d]
                 busy[d] += finish[task] - start[task]
@@ -195,6 +207,31 @@ def _num_inputs(core: Core, task: int) -> int:
 
 def _num_pools(core: Core) -> int:
     return len(core.wires.pool_limit_bytes)
+
+
+def _set_due(state: _State, turn: I64) -> None:
+    """What devices with one stream have yet to run, the next one last."""
+    core = state.core
+    state.due = [[] for _ in range(core.num_devices)]
+    for task in sorted(range(len(turn)), key=lambda v: (turn[v], -v)):
+        if not core.tasks.is_source[task] and core.wires.streams[state.device[task]] == 1:
+            state.due[state.device[task]].append(task)
+
+
+def _next_task(state: _State, d: int) -> int | None:
+    """Take the ready task that a device starts next, if there is one."""
+    ready = state.ready[d]
+    if not ready:
+        return None
+    if not state.due or state.core.wires.streams[d] != 1:
+        return heapq.heappop(ready)[1]
+    task = state.due[d][-1]
+    entry = (-state.priority[task], task)
+    if entry not in ready:
+        return None
+    ready.remove(entry)
+    heapq.heapify(ready)
+    return state.due[d].pop()
 
 
 def _make_ready(state: _State, task: int) -> None:

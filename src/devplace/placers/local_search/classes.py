@@ -24,12 +24,14 @@ class BestPlacement:
         step_ns: Step time.
         overflow_bytes: Bytes over the limits.
         priority: Priorities of tasks, or None for critical-path ones. `[N]`
+        in_turn: Whether devices keep to the priorities, and wait (see `placers.turns`).
     """
 
     groups: I32
     step_ns: int
     overflow_bytes: int
     priority: I64 | None = None
+    in_turn: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
@@ -105,12 +107,13 @@ class Incumbent:
         if found.key < self.best.key:
             self.best = found
 
-    def try_all(self, groups: I32, priority: I64 | None = None) -> None:
+    def try_all(self, groups: I32, priority: I64 | None = None, in_turn: bool = False) -> None:
         """Simulate placements of groups `[B, G]`, with priorities `[B, N]`, `[N]` or none."""
-        step, overflow = self.evaluate.batch(groups[:, self.problem.core.tasks.group], priority)
+        devices = groups[:, self.problem.core.tasks.group]
+        step, overflow = self.evaluate.batch(devices, priority, in_turn)
         for k in range(len(step)):
             found = (int(overflow[k]), int(step[k]))
             if found < self.best.key:
                 row = priority[k] if priority is not None and priority.ndim == 2 else priority
                 kept = None if row is None else row.copy()
-                self.best = BestPlacement(groups[k].copy(), found[1], found[0], kept)
+                self.best = BestPlacement(groups[k].copy(), found[1], found[0], kept, in_turn)

@@ -72,10 +72,12 @@ class Explorer:
             limited,
             np.stack([best.groups for best in begins]),
             self._priorities(begins),
+            np.array([best.in_turn for best in begins], np.uint8),
             seeds,
         )
         bests = [
-            BestPlacement(groups, step, over, priority) for groups, priority, step, over in found
+            BestPlacement(groups, step, over, priority, in_turn)
+            for groups, priority, in_turn, step, over in found
         ]
         return sorted(bests, key=lambda best: best.key)
 

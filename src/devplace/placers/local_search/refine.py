@@ -67,7 +67,7 @@ def refine_placement(
         priority = best.priority
         if priority is None:
             priority = evaluate.kernel.priority(device)
-        run = evaluate.kernel.trace(device, priority)
+        run = evaluate.kernel.trace(device, priority, priority if best.in_turn else None)
         chain = critical_tasks(problem.core, device, run)
         if not chain:  # nothing but sources
             return
@@ -77,7 +77,7 @@ def refine_placement(
             candidates = [
                 _move_some(problem, best.groups, device, chain, rng, devices) for _ in range(width)
             ]
-            incumbent.try_all(np.stack(candidates), best.priority)
+            incumbent.try_all(np.stack(candidates), best.priority, best.in_turn)
             if incumbent.best is not best:
                 break
         stale = 0 if incumbent.best is not best else stale + 1
@@ -124,7 +124,8 @@ def improve_order(incumbent: Incumbent, rng: np.random.Generator, until: float, 
     while stale < 12 and evaluate.fraction_spent < until and not evaluate.is_over:
         best: BestPlacement = incumbent.best
         current = best.priority if best.priority is not None else base
-        tails = realised_tails(problem, device, evaluate.kernel.trace(device, current))
+        turn = current if best.in_turn else None
+        tails = realised_tails(problem, device, evaluate.kernel.trace(device, current, turn))
         rows = [tails, (tails + static) // 2, (current + tails) // 2]
         noise = [0.002, 0.01, 0.03, 0.1]
         for k in range(max(1, width - len(rows))):

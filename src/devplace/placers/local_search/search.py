@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,44 +13,25 @@ from numpy.typing import NDArray
 from devplace.graph.coarsen import coarsen, max_depth, side_owner
 from devplace.placers.annealing import MOVES, CoolingSchedule, Moves
 from devplace.placers.budget import Budget
-from devplace.placers.colocation_groups import (
-    accelerators,
-    by_vote,
-    mean_duration_ns,
-    op_devices,
-)
+from devplace.placers.colocation_groups import accelerators, mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
-from devplace.placers.list_schedulers.etf import Etf
-from devplace.placers.list_schedulers.heft import Heft
 from devplace.placers.local_search.classes import BestPlacement, Classes, Incumbent, make_classes
 from devplace.placers.local_search.explore import UNLIMITED, Explorer
 from devplace.placers.local_search.refine import improve_order, refine_placement
-from devplace.placers.modules import module_chain
-from devplace.placers.orders import has_micro_batches, in_trace_order
-from devplace.placers.placer import Placer
-from devplace.placers.simple.data_parallel import DataParallel
-from devplace.placers.simple.even import Topo, even_split, shares
-from devplace.placers.simple.greedy import Greedy
-from devplace.placers.simple.layers import Layers
-from devplace.placers.simple.single import all_on
+from devplace.placers.local_search.starts import Ordered, Starts
+from devplace.placers.turns import placed_in_turn
 from devplace.problem import Placement, Problem
 from devplace.simulator.in_order import order_fault
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
-Ordered = tuple[tuple[int, int], Placement]
-"""Bytes over the limits and step time in its own order; a placement with an order."""
 
 # Moves of a native chain without improvement after which it ends.
 PATIENCE = 20_000
 MAX_CHAINS = 16
 MIN_PER_CHAIN = 1000
 HEAT_OF_CLASSES = 0.4
-# What HEFT and ETF together take per task and device (a core of a server CPU), s, and the part of
-# the time that they may take.
-LIST_S_PER_PAIR = 37e-6
-LIST_PART = 0.3
 # Placements (times orders) times tasks up to which all are tried: about a second.
 MAX_TRIED = 1_000_000
 
@@ -128,7 +109,7 @@ class Search:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Search until the budget is spent, or nothing better can be found."""
-        starts, ordered = self._trivial(problem, evaluate, rng)
+        starts, ordered = self._starts(problem, evaluate, rng)
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(op_devices(problem, starts[0].groups))
@@ -142,10 +123,12 @@ class Search:
         best = incumbent.best
         if ordered is not None and ordered[0] < best.key:
             return ordered[1]
-        placement = Placement(op_devices(problem, best.groups))
         if best.priority is None:
-            return placement
-        return Placement(placement.devices, problem.op_priority(best.priority))
+            return Placement(op_devices(problem, best.groups))
+        device = best.groups[problem.core.tasks.group]
+        if best.in_turn:
+            return placed_in_turn(problem, device, best.priority)
+        return Placement(problem.expand(device), problem.op_priority(best.priority))
 
     def _explore(
         self,
@@ -220,48 +203,18 @@ class Search:
             return max(self.width, min(MAX_CHAINS, evaluate.threads))
         return max(1, min(self.width, evaluate.budget.evaluations // MIN_PER_CHAIN))
 
-    def _trivial(
+    def _starts(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> tuple[list[BestPlacement], Ordered | None]:
-        """All trivial plans by their priorities, best first; and the best with an order of its
-        own."""
-        found: list[BestPlacement] = []
-        ordered: list[Ordered] = []
-        first = _first_task_of_group(problem)
-
-        def keep(placement: Placement, heading: str = "") -> None:
-            evaluate.runners_up.heading = heading
-            score = evaluate(placement)
-            if placement.order is not None:  # chains know priorities only
-                ordered.append((score.key, placement))
-                score = evaluate(replace(placement, order=None))
-            groups = problem.task_devices(placement)[first]
-            priority = placement.priority
-            if priority is not None:
-                priority = problem.task_priority(priority)
-            found.append(BestPlacement(groups, score.step_ns, score.overflow_bytes, priority))
-            if priority is None and (score.overflow_bytes or has_micro_batches(problem)):
-                keep(in_trace_order(problem, placement), heading)
-
+        """All trivial plans, best first; and the best with an order of its own."""
+        starts = Starts(problem, evaluate, rng)
         if self.start is not None:
-            keep(self.start, "start")
-        for device in problem.usable_devices:
-            keep(all_on(problem, device), "single")
-        if not self.heuristics:
-            return sorted(found, key=lambda best: best.key), min(ordered, key=_key, default=None)
-        chain, devices = module_chain(problem), accelerators(problem)
-        weight = mean_duration_ns(problem)
-        for count in range(2, len(devices) + 1):
-            if not evaluate.exhausted:
-                keep(even_split(problem, chain, devices[:count]), "even")
-                wish = np.array(devices, np.int32)[shares(weight, count)]
-                keep(Placement(op_devices(problem, by_vote(problem, wish, weight))), "topo")
-        quick: tuple[Placer, ...] = (Layers(), DataParallel(), Greedy(), Topo())
-        slow = (Heft(), Etf()) if _can_list(problem, evaluate.budget) else ()
-        for placer in (*quick, *slow):
-            if not evaluate.exhausted and not placer.supports(problem):
-                keep(placer(problem, evaluate, rng), placer.name)
-        return sorted(found, key=lambda best: best.key), min(ordered, key=_key, default=None)
+            starts.keep(self.start, "start")
+        starts.single_devices()
+        if self.heuristics:
+            starts.cheap_placers()
+        found = sorted(starts.found, key=lambda best: best.key)
+        return found, min(starts.ordered, key=lambda ordered: ordered[0], default=None)
 
     def _exhaust(self, incumbent: Incumbent, rng: np.random.Generator) -> int | None:
         """Try every placement of a small problem, and of a tiny one with many orders.
@@ -334,18 +287,6 @@ class Search:
         return levels[: self.levels]
 
 
-def _can_list(problem: Problem, budget: Budget) -> bool:
-    """Whether list schedulers, which are plain Python, leave most of the time to the search."""
-    if budget.seconds is None:
-        return True
-    pairs = problem.core.tasks.num_tasks * len(problem.machine.devices)
-    return pairs * LIST_S_PER_PAIR <= LIST_PART * budget.seconds
-
-
-def _key(ordered: Ordered) -> tuple[int, int]:
-    return ordered[0]
-
-
 def _blocks(problem: Problem, count: int) -> Classes:
     """Classes of ops that follow one another in the graph."""
     total = len(problem.graph.ops)
@@ -367,10 +308,3 @@ def _orders(work: I64, most: int, rng: np.random.Generator) -> Iterator[I64]:
 def _are_all(count: int, most: int) -> bool:
     """Whether `_orders` gives all orders of so many tasks."""
     return count < 2 or (count <= 7 and math.factorial(count) <= most)
-
-
-def _first_task_of_group(problem: Problem) -> I32:
-    tasks = problem.core.tasks
-    first = np.zeros(tasks.num_groups, np.int32)
-    first[tasks.group[::-1]] = np.arange(tasks.num_tasks - 1, -1, -1)
-    return first

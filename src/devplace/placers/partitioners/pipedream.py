@@ -54,30 +54,35 @@ class PipeDream:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Split once. O(M^2 D)."""
-        devices = accelerators(problem)
-        of_task, num_bytes = self._chain(problem)
-        count = len(num_bytes)
-        times = problem.core.wires.duration_ns[:, devices].T
-        load = np.stack([np.bincount(of_task, row, count) for row in times]).astype(np.float64)
-        room = np.array([problem.limit_bytes[d] for d in devices], np.float64)
-        cuts = cut_ns(problem, of_task, count, devices)
-        stage = split(load, cuts, num_bytes, room)
-        if stage is None:
-            stage = split(load, cuts, np.zeros(count), room)
-        assert stage is not None, "without memory limits one device holds everything"
-        wish = np.array(devices, np.int32)[stage][of_task]
-        groups = by_vote(problem, wish.astype(np.int32), mean_duration_ns(problem))
-        return Placement(op_devices(problem, groups))
+        return pipeline_over(problem, accelerators(problem), self.most)
 
-    def _chain(self, problem: Problem) -> tuple[I32, F64]:
-        """Link of the chain of each task `[N]`, and bytes each link needs `[M]`."""
-        chain = module_chain(problem)
-        if len(chain.names) > 1:
-            return chain.of_task, chain.bytes.astype(np.float64)
-        tasks = problem.core.tasks
-        count = max(1, min(self.most, tasks.num_tasks))
-        of_task = shares(mean_duration_ns(problem), count)
-        return of_task, np.bincount(of_task, tasks.made_bytes, count).astype(np.float64)
+
+def pipeline_over(problem: Problem, devices: list[int], most: int = 500) -> Placement:
+    """The split of `PipeDream` over these devices, in this order."""
+    of_task, num_bytes = _chain(problem, most)
+    count = len(num_bytes)
+    times = problem.core.wires.duration_ns[:, devices].T
+    load = np.stack([np.bincount(of_task, row, count) for row in times]).astype(np.float64)
+    room = np.array([problem.limit_bytes[d] for d in devices], np.float64)
+    cuts = cut_ns(problem, of_task, count, devices)
+    stage = split(load, cuts, num_bytes, room)
+    if stage is None:
+        stage = split(load, cuts, np.zeros(count), room)
+    assert stage is not None, "without memory limits one device holds everything"
+    wish = np.array(devices, np.int32)[stage][of_task]
+    groups = by_vote(problem, wish.astype(np.int32), mean_duration_ns(problem))
+    return Placement(op_devices(problem, groups))
+
+
+def _chain(problem: Problem, most: int) -> tuple[I32, F64]:
+    """Link of the chain of each task `[N]`, and bytes each link needs `[M]`."""
+    chain = module_chain(problem)
+    if len(chain.names) > 1:
+        return chain.of_task, chain.bytes.astype(np.float64)
+    tasks = problem.core.tasks
+    count = max(1, min(most, tasks.num_tasks))
+    of_task = shares(mean_duration_ns(problem), count)
+    return of_task, np.bincount(of_task, tasks.made_bytes, count).astype(np.float64)
 
 
 def cut_ns(problem: Problem, of_task: I32, count: int, devices: list[int]) -> F64:
