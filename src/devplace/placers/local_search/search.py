@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from devplace.graph.coarsen import coarsen, max_depth, side_owner
 from devplace.placers.annealing import MOVES, CoolingSchedule, Moves
 from devplace.placers.budget import Budget
-from devplace.placers.colocation_groups import accelerators, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement, Classes, Incumbent, make_classes
 from devplace.placers.local_search.explore import UNLIMITED, Explorer
 from devplace.placers.local_search.refine import improve_order, refine_placement
-from devplace.placers.local_search.starts import Ordered, Starts
+from devplace.placers.local_search.starts import Ordered, Starts, nested
 from devplace.placers.turns import placed_in_turn
 from devplace.problem import Placement, Problem
 from devplace.simulator.in_order import order_fault
@@ -115,7 +115,7 @@ class Search:
             return Placement(op_devices(problem, starts[0].groups))
         patience = None if evaluate.is_optimal else self._exhaust(incumbent, rng)
         if not evaluate.is_over and patience != 0:
-            fast = accelerators(problem)
+            fast = nested(problem)
             everything = list(problem.usable_devices)
             devices = fast if starts[0].overflow_bytes == 0 else everything
             levels = self._levels(problem, evaluate.budget)
@@ -142,7 +142,8 @@ class Search:
         """Chains from coarse to fine, then the order and the critical path in turn, to the end of
         the budget or until so many rounds in a row have found nothing."""
         evaluate, everything = incumbent.evaluate, list(incumbent.problem.usable_devices)
-        chains = self._num_chains(evaluate)
+        num_groups = incumbent.problem.core.tasks.num_groups
+        chains, is_small = self._num_chains(evaluate, num_groups), num_groups <= self.coarse
         explorer = Explorer(incumbent.problem, evaluate, rng, chains)
         limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
 
@@ -153,8 +154,8 @@ class Search:
             until: float,
             temperature: float,
             critical: float,
+            most: int = UNLIMITED if limited else 40 * PATIENCE,
         ) -> list[BestPlacement]:
-            most = UNLIMITED if limited else 40 * PATIENCE
             share = critical * self.moves.critical_share
             schedule = CoolingSchedule(temperature, share, most, PATIENCE, 0.0, self.moves)
             found = explorer.run(level, begins, where, until, schedule)
@@ -162,12 +163,9 @@ class Search:
             return found
 
         evaluate.runners_up.heading = "start"
-        begins = [starts[0]] * max(1, chains - 1) + starts[1:2]
-        temperature = max(
-            self.temperature, HEAT_OF_CLASSES / levels[0].count
-        )  # the fewer, the dearer each move
-        temperature = temperature if self.temperature else 0.0
-        found = run(levels[0], begins, devices, 0.4, temperature, 0.0)
+        starts = _distinct(starts)
+        begins = [starts[0]] * (chains - chains // 2) + starts[1 : 1 + chains // 2]
+        found = run(levels[0], begins, devices, 0.4, self._heat(levels[0]), 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
             until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
@@ -185,23 +183,33 @@ class Search:
             temperature = self.temperature * float(rng.choice([0.02, 0.06, 0.2]))
             critical = float(rng.choice([0.0, 0.3, 1.0]))
             until = spent + max(0.04, 0.3 * (1 - spent))
+            begins, most = [incumbent.best], UNLIMITED
             if stale:
                 level, until = levels[-1], spent + max(HOT_PART, 0.3 * (1 - spent))
-                temperature = self.temperature * float(rng.choice(HOT))
+                temperature = self._heat(level) * float(rng.choice(HOT))
                 critical = float(rng.choice([0.3, 1.0]))
-            run(level, [incumbent.best], everything, min(1.0, until), temperature, critical)
+                if is_small:
+                    others = rng.integers(len(starts), size=chains // 2).tolist()
+                    begins = [incumbent.best] * (chains - chains // 2) + [starts[k] for k in others]
+                    most = MOVES_PER_GROUP * level.count
+            run(level, begins, everything, min(1.0, until), temperature, critical, most)
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             stale = stale + 1 if incumbent.best is known else 0
             if not limited or evaluate.num_evaluations == before:
                 break
 
-    def _num_chains(self, evaluate: Evaluator) -> int:
+    def _heat(self, level: Classes) -> float:
+        """First temperature: the fewer classes, the dearer each move."""
+        return max(self.temperature, HEAT_OF_CLASSES / level.count) if self.temperature else 0.0
+
+    def _num_chains(self, evaluate: Evaluator, num_groups: int) -> int:
         """As many as have enough to spend; under a budget of time, when nobody counts on the same
         plan everywhere, one per thread."""
         if evaluate.budget.evaluations is None:
             return max(self.width, min(MAX_CHAINS, evaluate.threads))
-        return max(1, min(self.width, evaluate.budget.evaluations // MIN_PER_CHAIN))
+        enough = min(MIN_PER_CHAIN, MOVES_PER_GROUP * num_groups)
+        return max(1, min(self.width, evaluate.budget.evaluations // enough))
 
     def _starts(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
@@ -285,6 +293,14 @@ class Search:
                 levels.clear()
             levels.append(make_classes(problem, per_group, time))
         return levels[: self.levels]
+
+
+def _distinct(starts: list[BestPlacement]) -> list[BestPlacement]:
+    """The first of each placement."""
+    first: dict[bytes, BestPlacement] = {}
+    for start in starts:
+        first.setdefault(start.groups.tobytes(), start)
+    return list(first.values())
 
 
 def _blocks(problem: Problem, count: int) -> Classes:

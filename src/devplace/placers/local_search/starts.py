@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
-from devplace.placers.colocation_groups import accelerators, by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
@@ -21,7 +21,7 @@ from devplace.placers.orders import has_micro_batches, held_back, priorities_of
 from devplace.placers.partitioners.pipedream import pipeline_over
 from devplace.placers.placer import Placer
 from devplace.placers.simple.data_parallel import DataParallel, data_parallel
-from devplace.placers.simple.even import even_split, shares
+from devplace.placers.simple.even import even_split, shares, there_and_back
 from devplace.placers.simple.expert import Expert
 from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers, layers_over
@@ -35,6 +35,8 @@ Ordered = tuple[tuple[int, int], Placement]
 
 ALL_COUNTS = 8
 """Devices up to which every number of them is tried; beyond that each half as many again."""
+MUCH_SLOWER = 10
+"""A device that takes so many times as long as the fastest gets no share of a split."""
 # What the list schedulers together take per task and device (a core of a server CPU), s, and the
 # part of the time that they may take.
 LIST_S_PER_PAIR = 70e-6
@@ -128,6 +130,8 @@ def _splits(problem: Problem) -> Iterator[tuple[str, Placement]]:
         yield "pipedream", pipeline_over(problem, devices)
         if has_layers:
             yield "layers", layers_over(problem, chain, devices)
+        if has_micro_batches(problem):
+            yield "there and back", there_and_back(problem, chain, devices)
         if is_parted:
             yield "data-parallel", data_parallel(problem, devices)
 
@@ -142,10 +146,12 @@ def _counts(most: int) -> Iterator[int]:
 
 
 def nested(problem: Problem) -> list[int]:
-    """Accelerators, the fastest first; of equally fast ones that with the fastest links to those
-    before it."""
-    wires, left = problem.core.wires, accelerators(problem)
+    """Devices worth a share of the work, the fastest first; of equally fast ones that with the
+    fastest links to those before it."""
+    wires, left = problem.core.wires, list(problem.usable_devices)
     work = wires.duration_ns.sum(axis=0)
+    fastest = work[left].min()
+    left = [d for d in left if work[d] <= MUCH_SLOWER * fastest]
     way = wires.transfer_ns.sum(axis=1)[wires.link_class] + wires.latency_ns
     chosen: list[int] = []
     while left:

@@ -35,6 +35,19 @@ def even_split(problem: Problem, chain: ModuleChain, devices: list[int]) -> Plac
     return chain.place(problem, np.array(devices, np.int32)[shares(chain.time_ns, len(devices))])
 
 
+def there_and_back(problem: Problem, chain: ModuleChain, devices: list[int]) -> Placement:
+    """Modules in forward order over `devices` and back: two runs of modules on each, so that the
+    device that makes the loss is the one that the batch enters.
+
+    In a pipeline of micro-batches the first gradients come back sooner.
+
+    Source: Qi, Wan, Huang, Lin (2024), Zero bubble pipeline parallelism, arXiv 2401.10241, section
+    6 (ZB-V). Differs from it in that only the placement is taken.
+    """
+    both = np.array([*devices, *devices[::-1]], np.int32)
+    return chain.place(problem, both[shares(chain.time_ns, len(both))])
+
+
 @dataclass(frozen=True)
 class Even:
     """Modules in forward order, equal compute time per accelerator."""
