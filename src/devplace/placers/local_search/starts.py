@@ -54,11 +54,13 @@ class Starts:
     Attributes:
         found: Placements with what they score, as chains take them.
         ordered: Placements with an order of their own, which `found` has as turns.
+        simplest: The best with everything on one device.
     """
 
     def __init__(self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> None:
         self.found: list[BestPlacement] = []
         self.ordered: list[Ordered] = []
+        self.simplest: BestPlacement | None = None
         self._problem, self._evaluate, self._rng = problem, evaluate, rng
         self._first = _first_task_of_group(problem)
         self._seen: set[bytes] = set()
@@ -99,9 +101,11 @@ class Starts:
         return kept.overflow_bytes
 
     def single_devices(self) -> None:
-        """Everything on each device."""
+        """Everything on each device; the best is kept as `simplest`."""
+        before = len(self.found)
         for device in self._problem.usable_devices:
             self.keep(all_on(self._problem, device), "single")
+        self.simplest = min(self.found[before:], key=lambda best: best.key, default=None)
 
     def cheap_placers(self) -> None:
         """Splits over more and more of the devices, then what places on all of them."""
