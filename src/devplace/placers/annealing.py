@@ -56,7 +56,7 @@ class Moves:
         fresh_share: Part of the moves that are judged with critical-path priorities of their own,
             which takes a simulation from the start; the others with those of the placement before.
         order_share: Part of all moves that let a task of the critical path that waited for its
-            device run before one that it waited for.
+            device run before one that it waited for; none of the first level.
     """
 
     swap_share: float = 0.2

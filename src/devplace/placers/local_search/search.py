@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,10 +165,12 @@ class Search:
             until: float,
             temperature: float,
             critical: float,
-            most: int = UNLIMITED if limited else 40 * PATIENCE,
+            most: int = UNLIMITED,
         ) -> list[BestPlacement]:
+            most = most if limited else min(most, 40 * PATIENCE)
             share = critical * self.moves.critical_share
-            schedule = CoolingSchedule(temperature, share, most, PATIENCE, 0.0, self.moves)
+            moves = self.moves if critical else replace(self.moves, order_share=0.0)
+            schedule = CoolingSchedule(temperature, share, most, PATIENCE, 0.0, moves)
             found = explorer.run(level, begins, where, until, schedule)
             incumbent.offer(found[0])
             return found

@@ -53,12 +53,14 @@ class Starts:
 
     Attributes:
         found: Placements with what they score, as chains take them.
+        headings: Which placer each is from.
         ordered: Placements with an order of their own, which `found` has as turns.
         simplest: The best with everything on one device.
     """
 
     def __init__(self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> None:
         self.found: list[BestPlacement] = []
+        self.headings: list[str] = []
         self.ordered: list[Ordered] = []
         self.simplest: BestPlacement | None = None
         self._problem, self._evaluate, self._rng = problem, evaluate, rng
@@ -98,6 +100,7 @@ class Starts:
         step, over = self._evaluate.batch(device[None, :], priority, in_turn)
         kept = BestPlacement(device[self._first], int(step[0]), int(over[0]), priority, in_turn)
         self.found.append(kept)
+        self.headings.append(self._evaluate.runners_up.heading)
         return kept.overflow_bytes
 
     def single_devices(self) -> None:
