@@ -115,6 +115,11 @@ def stacked(data: dict[str, Any]) -> str:
     return search_tables.stacked(data, provenance_line(data["provenance"]))
 
 
+def micro_batches(data: dict[str, Any]) -> str:
+    """See `search_tables`."""
+    return search_tables.micro_batches(data, provenance_line(data["provenance"]))
+
+
 def fused_planning(data: dict[str, Any]) -> str:
     """See `search_tables`."""
     return search_tables.fused_planning(data, provenance_line(data["provenance"]))
@@ -146,6 +151,7 @@ TABLES = {
     "equal_budget": equal_budget,
     "scaling": scaling,
     "stacked": stacked,
+    "micro_batches": micro_batches,
     "fused_planning": fused_planning,
     "compare_placers": compare_placers,
     "compare_60s": compare_placers,

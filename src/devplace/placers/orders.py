@@ -29,7 +29,7 @@ def with_weights_last(problem: Problem, placement: Placement) -> Placement:
     """As `in_trace_order`, but ops that only the update of a parameter needs come after all others.
 
     A device computes gradients of weights when it would else wait, as zero-bubble schedules do (Qi,
-    Wan, Huang, Lin 2024, Zero bubble pipeline parallelism, arXiv 2401.10241, section 2). Differs
+    Wan, Huang, Lin 2023, Zero bubble pipeline parallelism, arXiv 2401.10241, section 2). Differs
     from these in that nothing is held back.
     """
     count = len(problem.graph.ops)
@@ -57,7 +57,7 @@ def _slots(problem: Problem, device: NDArray[np.int32], is_late: bool) -> I64:
     A stage is a device; stages are in the order of their forward ops. With `p` stages, stage `k`
     begins with `p - k` micro-batches and then takes turns: one backward, one forward (Narayanan et
     al. 2019, PipeDream, section 3.2). With `is_late`, gradients of weights come `k` micro-batches
-    later, so that no stage holds more than the first (ZB-H1, section 3.1 of Qi et al. 2024).
+    later, so that no stage holds more than the first (ZB-H1, section 2 of Qi et al. 2023).
     """
     tasks, ops = problem.core.tasks, problem.graph.ops
     of_task = [ops[op] for op in tasks.task_op]

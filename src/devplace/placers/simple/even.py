@@ -41,7 +41,7 @@ def there_and_back(problem: Problem, chain: ModuleChain, devices: list[int]) -> 
 
     In a pipeline of micro-batches the first gradients come back sooner.
 
-    Source: Qi, Wan, Huang, Lin (2024), Zero bubble pipeline parallelism, arXiv 2401.10241, section
+    Source: Qi, Wan, Huang, Lin (2023), Zero bubble pipeline parallelism, arXiv 2401.10241, section
     6 (ZB-V). Differs from it in that only the placement is taken.
     """
     both = np.array([*devices, *devices[::-1]], np.int32)
