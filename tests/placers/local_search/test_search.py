@@ -17,7 +17,7 @@ from devplace.machine.detect import num_cores
 from devplace.placers import Budget, Evaluator, Heft, Search, Single, place
 from devplace.placers.annealing import Moves
 from devplace.placers.local_search import search
-from devplace.placers.local_search.search import _can_list
+from devplace.placers.local_search.starts import _placers, nested
 from devplace.problem import Placement, Problem
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.testing import brute_force, hand_machine, hand_problem, tiny_problems
@@ -107,8 +107,8 @@ INGREDIENTS = (
     Search(heuristics=False),
     Search(improves_order=False),
     Search(refines=False),
-    Search(moves=Moves(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)),
-    Search(moves=Moves(0.3, 0.3, 0.3, 1.0, 1.0, 1.0)),
+    Search(moves=Moves(*[0.0] * 8)),
+    Search(moves=Moves(0.2, 0.2, 0.2, 0.2, 1.0, 1.0, 1.0, 0.5)),
 )
 
 
@@ -124,9 +124,20 @@ def test_the_search_works_without_any_of_its_ingredients(placer: Search) -> None
 def test_list_schedulers_are_left_out_where_they_would_take_all_the_time() -> None:
     """They are plain Python; a budget of simulations always has them."""
     problem = layered_problem(2000, 8)
-    assert _can_list(problem, Budget(evaluations=10))
-    assert _can_list(problem, Budget(seconds=10.0))
-    assert not _can_list(problem, Budget(seconds=0.1))
+    few = _placers(problem, Budget(seconds=0.1))
+    assert _placers(problem, Budget(evaluations=10)) == _placers(problem, Budget(seconds=10.0))
+    names = {placer.name for placer in _placers(problem, Budget(seconds=10.0))}
+    assert names - {placer.name for placer in few} == {"heft", "etf", "m-etf", "mayer"}
+
+
+def test_further_devices_come_by_speed_then_by_links() -> None:
+    """The fastest first; of equal ones those of its host; one twenty times as slow is left out."""
+    names = ("a:0", "b:0", "a:1", "slow:0", "a:fast")
+    across = {(one, other): 0.01 for one in names for other in names if one[0] != other[0]}
+    machine = hand_machine(dict.fromkeys(names, 10**6), slow=across)
+    text = "o0 = f ns=100,100,100,1000,50 bytes=8\no1 = f(o0) ns=100,100,100,1000,50 bytes=8"
+    problem = hand_problem(text, machine)
+    assert [names[d] for d in nested(problem)] == ["a:fast", "a:0", "a:1", "b:0"]
 
 
 def test_pins_and_exclusions_hold() -> None:
