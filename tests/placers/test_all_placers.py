@@ -32,7 +32,11 @@ from devplace.testing import (
 
 PLACERS = [placer() for placer in PLAIN]
 TINY = tiny_problems()
-CONTAINED = ("single", "cpu", "even", "layers", "data-parallel", "greedy", "topo", "heft", "etf")
+CONTAINED = {
+    *("single", "cpu", "even", "layers", "data-parallel", "greedy", "topo", "pipedream", "expert"),
+    *("heft", "etf", "m-topo", "m-etf", "mayer"),
+}
+BEST = Search(least_gain=0.0)
 
 
 @pytest.mark.parametrize("placer", PLACERS, ids=lambda placer: placer.name)
@@ -85,7 +89,7 @@ def test_no_placer_beats_the_optimum(placer: Placer, tiny: TinyProblem) -> None:
 @pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: tiny.name)
 def test_search_finds_the_optimum_of_tiny_problems(tiny: TinyProblem) -> None:
     """The search solves every hand-solved problem."""
-    assert place(tiny.problem, Search(), Budget(evaluations=3000)).step_ns == tiny.step_ns, tiny.why
+    assert place(tiny.problem, BEST, Budget(evaluations=3000)).step_ns == tiny.step_ns, tiny.why
 
 
 @pytest.mark.parametrize("block", range(5))
@@ -97,7 +101,7 @@ def test_search_equals_brute_force_on_500_tiny_cases(block: int) -> None:
         problem = tiny_case(seed)
         count = math.prod(problem.allowed.sum(axis=1).tolist())
         budget = Budget(evaluations=2 * count + 150)
-        found = place(problem, Search(), budget, allow_infeasible=True)
+        found = place(problem, BEST, budget, allow_infeasible=True)
         try:
             best = brute_force(problem, 60_000).step_ns
         except InfeasibleError:
@@ -114,14 +118,16 @@ def test_search_finds_the_best_order_of_tiny_problems() -> None:
         problem = tiny_case(seed, 6)
         if not 2 <= int((problem.core.tasks.is_source == 0).sum()) <= 4:
             continue
-        found = place(problem, Search(), Budget(evaluations=8000), allow_infeasible=True)
+        found = place(problem, BEST, Budget(evaluations=8000), allow_infeasible=True)
         compared += 1
         try:
             best = brute_force_orders(problem, waits=False).step_ns
         except InfeasibleError:
-            assert not found.is_feasible, seed
+            assert not found.is_feasible or found.placement.order is not None, seed
             continue
-        assert (found.is_feasible, found.step_ns) == (True, best), seed
+        assert found.is_feasible, seed
+        is_held_back = found.placement.order is not None  # may be better than any priorities
+        assert found.step_ns <= best if is_held_back else found.step_ns == best, seed
         if compared == 30:
             break
     assert compared == 30
@@ -137,7 +143,7 @@ def test_search_is_never_worse_than_another_placer(seed: int, num_ops: int, devi
     """
     problem = random_problem(seed, num_ops, devices)
     budget, bound = Budget(evaluations=400), lower_bound(problem)
-    found = place(problem, Search(), budget, seed, allow_infeasible=True, bound=bound)
+    found = place(problem, BEST, budget, seed, allow_infeasible=True, bound=bound)
     key = (sum(found.timeline.missing_bytes.values()), found.step_ns)
     for placer in PLACERS:
         if placer.name not in CONTAINED or placer.supports(problem):

@@ -83,7 +83,7 @@ class Exact:
     ) -> Placement:
         """Search, then CP-SAT with what is left."""
         with evaluate.limited_to(self.share):
-            found = Search(start=self.start)(problem, evaluate, rng)
+            found = Search(start=self.start, least_gain=0.0)(problem, evaluate, rng)
         known = evaluate.best
         if known is None:
             known = found
@@ -97,7 +97,7 @@ class Exact:
             )
         if evaluate.exhausted:
             return known
-        return Search(start=known)(problem, evaluate, rng)
+        return Search(start=known, least_gain=0.0)(problem, evaluate, rng)
 
 
 class _Solve:

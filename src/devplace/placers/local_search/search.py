@@ -45,6 +45,8 @@ HOT_PART = 0.2
 # Steps predicted with measured ops are off by 2.1 % in the median, one in three by more than this
 # (docs/results/gpu_prediction.md).
 LEAST_GAIN = 0.03
+# Starts longer than the best by more are begun with only where the graph is small.
+NEAR = 1.1
 # Moves per group and chain from which on a small graph needs no coarser classes.
 MOVES_PER_GROUP = 100
 
@@ -177,7 +179,8 @@ class Search:
 
         evaluate.runners_up.heading = "start"
         starts = _distinct(starts)
-        begins = [starts[0]] * (chains - chains // 2) + starts[1 : 1 + chains // 2]
+        near = [start for start in starts[1:] if start.step_ns <= NEAR * starts[0].step_ns]
+        begins = [starts[0]] * (chains - chains // 2) + near[: chains // 2]
         found = run(levels[0], begins, devices, 0.4, self._heat(levels[0]), 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"

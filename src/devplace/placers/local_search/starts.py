@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
-from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import accelerators, by_vote, mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
@@ -124,15 +124,15 @@ class Starts:
 
 def _splits(problem: Problem) -> Iterator[tuple[str, Placement]]:
     """A plan for some devices is one for more: so all splits are made of the best two, the best
-    three ..."""
+    three ..., and of the accelerators."""
     chain, best = module_chain(problem), nested(problem)
     weight = mean_duration_ns(problem)
     has_layers = not Layers().supports(problem)
     is_parted = not DataParallel().supports(problem)
-    for count in _counts(len(best)):
-        devices = sorted(best[:count])
+    chosen = [sorted(best[:count]) for count in _counts(len(best))]
+    for devices in (*chosen, accelerators(problem)):
         yield "even", even_split(problem, chain, devices)
-        wish = np.array(devices, np.int32)[shares(weight, count)]
+        wish = np.array(devices, np.int32)[shares(weight, len(devices))]
         yield "topo", Placement(op_devices(problem, by_vote(problem, wish, weight)))
         yield "pipedream", pipeline_over(problem, devices)
         if has_layers:
