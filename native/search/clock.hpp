@@ -122,7 +122,14 @@ class Clock {
     for (std::size_t w = 0; w < startable_.size(); ++w) {
       for (u64 devices = startable_[w]; devices; devices &= devices - 1) {
         const i32 d = static_cast<i32>(w * 64) + lowest_bit(devices);
-        while (s.idle[d] && !ready_[d].empty() && is_due(d))
+        if (in_turn && core_.streams[d] == 1) {
+          while (s.idle[d] && !ready_[d].empty() && is_due(d)) {
+            ++num_begun_[d];
+            if (!start<keep>(d, cutoff)) return false;
+          }
+          continue;
+        }
+        while (s.idle[d] && !ready_[d].empty())
           if (!start<keep>(d, cutoff)) return false;
       }
       startable_[w] = 0;
@@ -148,9 +155,7 @@ class Clock {
   }
 
  private:
-  bool is_due(i32 d) const {
-    return !in_turn || core_.streams[d] != 1 || ready_[d].first() == due_[d][num_begun_[d]];
-  }
+  bool is_due(i32 d) const { return ready_[d].first() == due_[d][num_begun_[d]]; }
   // What each device runs, by rank.
   void set_due() {
     due_.resize(core_.num_devices);
@@ -174,7 +179,6 @@ class Clock {
   bool start(i32 d, i64 cutoff) {
     State& s = state;
     const i32 rank = ready_[d].pop(), v = ranks.task(rank);
-    if (in_turn) ++num_begun_[d];
     const Node& node = nodes[v];
     const i64 own = node.work, end = s.now + own + s.debt[d];
     s.debt[d] = 0;

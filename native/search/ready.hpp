@@ -47,8 +47,11 @@ class RankSet {
     return static_cast<i32>(l * 64) + lowest_bit(low_[l]);
   }
   i32 pop() {
-    const i32 rank = first();
-    const std::size_t l = rank >> 6, m = l >> 6, h = m >> 6;
+    std::size_t h = 0;
+    while (!high_[h]) ++h;
+    const std::size_t m = h * 64 + lowest_bit(high_[h]);
+    const std::size_t l = m * 64 + lowest_bit(middle_[m]);
+    const i32 rank = static_cast<i32>(l * 64) + lowest_bit(low_[l]);
     --count_;
     if (low_[l] &= low_[l] - 1) return rank;
     if (middle_[m] &= middle_[m] - 1) return rank;

@@ -57,10 +57,10 @@ class Search:
     critical path.
 
     Classes are module path x main path or weight-gradient side path (`graph.coarsen`); nothing is
-    known of particular models. All trivial plans (each single device, CPU, even and greedy splits,
-    list schedulers) are tried first, so the result is never worse than any of them. Chains know
-    priorities alone: a start with an order of its own (`Placement.order`) goes into them by its
-    priorities, and is returned as it was where nothing shorter is found.
+    known of particular models. The plans of all quick placers (`local_search.starts`) are tried first,
+    so the result is never worse than any of them, but for `least_gain`. A start with an order of its
+    own (`Placement.order`) goes into chains as turns of its ops, which devices wait for; it is
+    returned as it was where nothing shorter is found.
 
     A step that fits and is as short as the lower bound ends the search; so do some rounds without
     improvement once all placements of a tiny graph were tried.
@@ -76,8 +76,7 @@ class Search:
         structural: Whether classes come from the structure of the model; else they are ops that
             follow one another in the graph.
         levels: Levels of classes, at most: 1 is the coarsest alone.
-        heuristics: Whether even and greedy splits and list schedulers are tried first; else only
-            single devices.
+        heuristics: Whether the plans of quick placers are tried first; else only single devices.
         improves_order: Whether the order is improved beyond critical-path priorities.
         refines: Whether single ops on the critical path are moved at the end.
         start: A placement to start from, such as `plan.as_placement()`; the result is never worse.
