@@ -131,13 +131,15 @@ def test_list_schedulers_are_left_out_where_they_would_take_all_the_time() -> No
 
 
 def test_further_devices_come_by_speed_then_by_links() -> None:
-    """The fastest first; of equal ones those of its host; one twenty times as slow is left out."""
-    names = ("a:0", "b:0", "a:1", "slow:0", "a:fast")
+    """The fastest first, of equal ones those of its host; a CPU only where it is no slower."""
+    names = ("a:0", "b:0", "a:1", "a:slow", "a:fast", "cpu:0", "cpu:1")
     across = {(one, other): 0.01 for one in names for other in names if one[0] != other[0]}
     machine = hand_machine(dict.fromkeys(names, 10**6), slow=across)
-    text = "o0 = f ns=100,100,100,1000,50 bytes=8\no1 = f(o0) ns=100,100,100,1000,50 bytes=8"
+    ns = "100,100,100,400,50,90,500"
+    text = f"o0 = f ns={ns} bytes=8\no1 = f(o0) ns={ns} bytes=8"
     problem = hand_problem(text, machine)
-    assert [names[d] for d in nested(problem)] == ["a:fast", "a:0", "a:1", "b:0"]
+    found = [names[d] for d in nested(problem)]
+    assert found == ["a:fast", "cpu:0", "a:0", "a:1", "b:0", "a:slow"]
 
 
 def test_pins_and_exclusions_hold() -> None:

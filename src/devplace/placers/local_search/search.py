@@ -180,10 +180,11 @@ class Search:
         starts = _distinct(starts)
         near = [start for start in starts[1:] if start.step_ns <= NEAR * starts[0].step_ns]
         begins = [starts[0]] * (chains - chains // 2) + near[: chains // 2]
-        found = run(levels[0], begins, devices, 0.4, self._heat(levels[0]), 0.0)
+        left = 1 - evaluate.fraction_spent  # after the starts
+        found = run(levels[0], begins, devices, 1 - 0.6 * left, self._heat(levels[0]), 0.0)
         for k, level in enumerate(levels[1:]):
             evaluate.runners_up.heading = f"level {k + 1}"
-            until = 0.4 + 0.3 * (k + 1) / (len(levels) - 1)
+            until = 1 - (0.6 - 0.3 * (k + 1) / (len(levels) - 1)) * left
             found = run(
                 level, found[: max(2, chains // 4)], everything, until, self.temperature / 4, 0.1
             )

@@ -35,8 +35,6 @@ Ordered = tuple[tuple[int, int], Placement]
 
 ALL_COUNTS = 8
 """Devices up to which every number of them is tried; beyond that each half as many again."""
-MUCH_SLOWER = 10
-"""A device that takes so many times as long as the fastest gets no share of a split."""
 # What the list schedulers together take per task and device (a core of a server CPU), s, and the
 # part of the time that they may take.
 LIST_S_PER_PAIR = 70e-6
@@ -153,12 +151,11 @@ def _counts(most: int) -> Iterator[int]:
 
 
 def nested(problem: Problem) -> list[int]:
-    """Devices worth a share of the work, the fastest first; of equally fast ones that with the
-    fastest links to those before it."""
-    wires, left = problem.core.wires, list(problem.usable_devices)
+    """Accelerators, and CPUs that are no slower, the fastest first; of equally fast ones that with
+    the fastest links to those before it."""
+    wires, fast = problem.core.wires, accelerators(problem)
     work = wires.duration_ns.sum(axis=0)
-    fastest = work[left].min()
-    left = [d for d in left if work[d] <= MUCH_SLOWER * fastest]
+    left = [d for d in problem.usable_devices if d in fast or work[d] <= work[fast].max()]
     way = wires.transfer_ns.sum(axis=1)[wires.link_class] + wires.latency_ns
     chosen: list[int] = []
     while left:
