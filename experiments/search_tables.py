@@ -191,5 +191,24 @@ def micro_batches(data: dict[str, Any], made: str) -> str:
     return "\n".join([*lines, ""])
 
 
+def more_devices(data: dict[str, Any], made: str) -> str:
+    """How often a further device made the plan slower."""
+    worst = max((row["part"] for row in data["slower"]), default=0.0)
+    least, above = data["ops"]
+    lines = [
+        "# Plans for one device more",
+        "",
+        f"{data['problems']:,} random steps of recurrent stacks ({least} to {above - 1} ops, two "
+        f"to {data['devices'][1] - 1} devices of random speeds, dear and cheap transfers), each "
+        f"searched on its first device, its first two and so on, with {data['budget']} each and "
+        f"seed {data['seed']}. Of {data['pairs']:,} plans for one device more, "
+        f"{len(data['slower'])} were slower than the plan before, by {worst:.1%} at most: plans "
+        "for fewer devices are only starts, and a search of the same budget has more to try.",
+        "",
+        made,
+    ]
+    return "\n".join([*lines, ""])
+
+
 def _case(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["workload"], row["parts"], row["evaluations"]

@@ -115,6 +115,11 @@ def stacked(data: dict[str, Any]) -> str:
     return search_tables.stacked(data, provenance_line(data["provenance"]))
 
 
+def more_devices(data: dict[str, Any]) -> str:
+    """See `search_tables`."""
+    return search_tables.more_devices(data, provenance_line(data["provenance"]))
+
+
 def micro_batches(data: dict[str, Any]) -> str:
     """See `search_tables`."""
     return search_tables.micro_batches(data, provenance_line(data["provenance"]))
@@ -152,6 +157,7 @@ TABLES = {
     "scaling": scaling,
     "stacked": stacked,
     "micro_batches": micro_batches,
+    "more_devices": more_devices,
     "fused_planning": fused_planning,
     "compare_placers": compare_placers,
     "compare_60s": compare_placers,
