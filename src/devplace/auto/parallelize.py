@@ -258,7 +258,9 @@ class _Job:
         for number, graph in enumerate(graphs):
             self.tell("timing ops")
             problem = self.target.problem(graph, times_cpus=True, child=child)
-            chosen = placer or (Search() if len(problem.usable_devices) > 1 else Single())
+            # where plans are measured, the faster prediction is worth a try
+            usual = Search(least_gain=0.0) if confirms else Search()
+            chosen = placer or (usual if len(problem.usable_devices) > 1 else Single())
             budget = self.clock.search_budget(len(graphs) - number, confirms)
             self.tell(f"searching ({number + 1} of {len(graphs)})")
             try:
