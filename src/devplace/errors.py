@@ -93,6 +93,11 @@ class LateTensorError(ExecutionError):
     """A tensor did not reach a device in time; the message names it, its producer and consumer."""
 
 
+class RankError(ExecutionError):
+    """One of several processes that run a step together died, hangs or failed; the message names
+    it, its host and the cause."""
+
+
 class GraphCaptureError(ExecutionError):
     """A step cannot be held by CUDA graphs, and only graphs were asked for."""
 

@@ -31,7 +31,17 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```([a-z]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- ((?:(?!-->).)*) -->\s*\Z", re.DOTALL)
-OTHER_COMMANDS = ("make", "pip", "git", "python", "cat", ".ci/run", "nvidia-smi", "pytest")
+OTHER_COMMANDS = (
+    "make",
+    "pip",
+    "git",
+    "python",
+    "cat",
+    ".ci/run",
+    "nvidia-smi",
+    "pytest",
+    "torchrun",
+)
 
 
 @dataclass

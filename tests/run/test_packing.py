@@ -12,7 +12,7 @@ import torch
 
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.packing import Packing, num_span_bytes, shaped
-from devplace.run.cuda.peer_channels import PeerChannels
+from devplace.run.cuda.peer_channels import receive_buffers
 
 
 class FakeGpu(CudaDevice):
@@ -165,15 +165,13 @@ def test_no_memory_for_the_piece_leaves_nothing_behind(monkeypatch: pytest.Monke
 
 def test_receive_buffers_share_a_piece_and_no_memory() -> None:
     """Each has the layout of what crosses; an empty one is there too."""
-    mailroom: Any = PeerChannels.__new__(PeerChannels)
-    mailroom.buffers = {}
     layouts = {op: value.to("meta") for op, value in VALUES.items()}
-    mailroom._make_buffers(layouts, torch.device("cpu"))
+    buffers = receive_buffers(layouts, torch.device("cpu"))
     for op, like in layouts.items():
-        found = mailroom.buffers[op]
+        found = buffers[op]
         assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
         if found.numel():
             torch.as_strided(found, (num_span_bytes(found) // found.element_size(),), (1,)).zero_()
-    begins = sorted(mailroom.buffers[op].data_ptr() for op in VALUES if op != 9)
+    begins = sorted(buffers[op].data_ptr() for op in VALUES if op != 9)
     assert all(b - a >= 512 for a, b in pairwise(begins))
-    assert len({storage(mailroom.buffers[op]) for op in VALUES if op != 9}) == 1
+    assert len({storage(buffers[op]) for op in VALUES if op != 9}) == 1

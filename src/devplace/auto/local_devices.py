@@ -54,12 +54,23 @@ def has_gpus(machine: Machine, exclude: Sequence[str] = ()) -> bool:
     return any(d.kind != "cpu" and d.name not in exclude for d in machine.devices)
 
 
-def capture_device(machine: Machine, exclude: Sequence[str] = ()) -> str:
+def capture_device(machine: Machine, exclude: Sequence[str] = (), in_part: bool = False) -> str:
     """For which torch device type a step is captured that shall run on this machine.
 
     `cuda` if the machine has GPUs and they are in this computer, else `cpu`.
+
+    Args:
+        machine: What the step shall run on.
+        exclude: Devices that are not used.
+        in_part: Whether other processes have some of the GPUs, so that here any will do.
     """
-    there = has_gpus(machine, exclude) and not missing_here(machine, exclude)
+    there = has_gpus(machine, exclude)
+    if there and in_part:
+        import torch
+
+        there = torch.cuda.is_available()
+    elif there:
+        there = not missing_here(machine, exclude)
     return "cuda" if there else "cpu"
 
 

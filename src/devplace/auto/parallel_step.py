@@ -57,12 +57,21 @@ class ParallelStep:
         """
         return self._step(*args, **kwargs)
 
-    def sync(self) -> None:
+    def sync(self, everywhere: bool = False) -> None:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
 
-        Afterwards `state_dict()`, checkpoints and evaluation see the trained values.
+        Afterwards `state_dict()`, checkpoints and evaluation see the trained values. Of several
+        processes all call it, and the first one's model is written, or with `everywhere` all are.
         """
-        self._step.sync()
+        self._step.sync(everywhere)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this process holds, for `torch.distributed.checkpoint.save`; see `Step`."""
+        return self._step.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `torch.distributed.checkpoint.load` has put into a `state_dict()`."""
+        self._step.load_state_dict(state)
 
     def load(self) -> None:
         """Read them from the model and optimizer again, after loading a checkpoint into these."""

@@ -19,22 +19,36 @@ from devplace.auto.candidates import Candidate
 from devplace.auto.compiled import compiled_step_ns
 from devplace.auto.confirm import Confirmation
 from devplace.auto.confirm import confirm as confirm_plans
-from devplace.auto.local_devices import MachineLike
+from devplace.auto.local_devices import MachineLike, find_machine
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.planning import Target, Tell, find_target
+from devplace.auto.shared_choice import (
+    share_candidate,
+    share_fusing,
+    share_machine,
+    why_unmeasured,
+)
 from devplace.auto.step_notes import step_notes
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.cost.worker_process import WorkerProcess
-from devplace.errors import CaptureError, ExecutionError, InfeasibleError, InputError, did_you_mean
+from devplace.errors import (
+    CaptureError,
+    ExecutionError,
+    InfeasibleError,
+    InputError,
+    RankError,
+    did_you_mean,
+)
 from devplace.graph import Captured, as_captured
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
 from devplace.placers import Placer, Result, Search, Single, place
 from devplace.run.compile import Step
 from devplace.run.cpu import RETRY
-from devplace.run.planned import check, compile
+from devplace.run.planned import check, check_batch_kind, compile
+from devplace.run.ranks.group import Group, several_processes
 from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
@@ -70,6 +84,9 @@ def parallelize(
     verify: bool = False,
     compare_compile: bool = False,
     progress: Callable[[str], None] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    batch: str = "whole",
+    timeout_s: float = 30.0,
     **of_capture: Any,
 ) -> ParallelStep:
     """Plan a step for the devices of this computer, confirm by running, and make it callable.
@@ -80,6 +97,10 @@ def parallelize(
     timed, too, and the report says where it is faster. Where nothing can be measured in time, a
     warning says so and the best predicted plan is taken. Model and optimizer are not changed by
     this, and by training only with `sync`.
+
+    Under `torchrun`, or in a process group of several processes, all of them call this; the first
+    one plans for its `machine`, and all run its plan together, as `compile` has it. Plans are
+    measured only where the first process has all devices in reach.
 
     Args:
         model: The model, on the CPU or a GPU, in the mode (train or eval) it shall run in; or a
@@ -109,6 +130,7 @@ def parallelize(
         compare_compile: Whether the report tells how fast `torch.compile` makes the user's own
             step on one device; that may take minutes, which the budget does not count.
         progress: Called with what is being done.
+        ranks, batch, timeout_s: Of several processes, as for `compile`.
         of_capture: All else that `capture` takes, such as `example_kwargs`, `batch_dims`,
             `clip_grad_norm`, `autocast`. `fuse` is on by default where GPUs have a compiler, and
             `recompute` where nothing fits without it.
@@ -137,8 +159,17 @@ def parallelize(
         fuse = of_capture.pop("fuse", None)
         of_capture["known"] = Known()
     _check_model(model.model if isinstance(model, Captured) else model)
+    check_batch_kind(batch)
+    group = Group(timeout_s) if several_processes() else None
+    if group is not None:
+        machine = share_machine(group, find_machine(machine))
     target = find_target(
-        machine, limits, pins, exclude, uses_cpu=uses_cpu, runs=True, fuse=fuse, tell=tell
+        *(machine, limits, pins, exclude),
+        uses_cpu=uses_cpu,
+        runs=True,
+        in_part=group is not None,
+        fuse=fuse,
+        tell=tell,
     )
     own = model, example_inputs, loss_fn, optimizer
     job = _Job(
@@ -149,28 +180,50 @@ def parallelize(
         clock,
         tell,
     )
-    counts = _counts(micro_batches, model, job)
-    early = Compilers() if target.fuse and not any_compiled(target.device) else None
-    with Measurer(seed=seed) as measurer, early or contextlib.nullcontext() as compilers:
-        if confirm:
-            measurer.start()
-        graphs = job.capture_all(counts)
-        searched = placer, seed, measurer.child, confirm
-        job.compile_kernels(graphs, compilers)
-        try:
-            results = job.search(graphs, *searched)
-        except InfeasibleError as error:
-            if "recompute" in of_capture or isinstance(model, Captured):
-                raise
-            graphs = job.capture_again(graphs[-1], error)
+
+    def choose_alone() -> tuple[Confirmation | None, list[Candidate]]:
+        counts = _counts(micro_batches, model, job)
+        early = Compilers() if target.fuse and not any_compiled(target.device) else None
+        with Measurer(seed=seed) as measurer, early or contextlib.nullcontext() as compilers:
+            if confirm:
+                measurer.start()
+            graphs = job.capture_all(counts)
+            searched = placer, seed, measurer.child, confirm
             job.compile_kernels(graphs, compilers)
-            results = job.search(graphs, *searched)
-        found, ranked = job.choose(results, measurer if confirm else None)
-    if found is not None and not found.ranked:
-        warnings.warn(_TOO_SLOW.format(found.seconds), stacklevel=2)
-    if compare_compile:
-        job.compare(graphs[0])
-    return job.finish(found, ranked, seed, verify)
+            try:
+                results = job.search(graphs, *searched)
+            except InfeasibleError as error:
+                if "recompute" in of_capture or isinstance(model, Captured):
+                    raise
+                graphs = job.capture_again(graphs[-1], error)
+                job.compile_kernels(graphs, compilers)
+                results = job.search(graphs, *searched)
+            found, ranked = job.choose(results, measurer if confirm else None)
+        if found is not None and not found.ranked:
+            warnings.warn(_TOO_SLOW.format(found.seconds), stacklevel=3)
+        if compare_compile:
+            job.compare(graphs[0])
+        return found, ranked
+
+    if group is None:
+        return job.finish(*choose_alone(), seed, verify)
+    job.together = {"ranks": ranks, "batch": batch, "timeout_s": timeout_s}
+    with group.failing_together():
+        target = job.target = share_fusing(group, target)
+        reason = why_unmeasured(group, target.machine, target.exclude)
+        if confirm:
+            job.notes.append(
+                f"plans were not measured: {reason}"
+                if reason
+                else "plans were measured in one process; between several, tensors take longer"
+            )
+        confirm = confirm and not reason
+        found, best = None, None
+        if group.rank == 0:
+            with group.keeping_alive():
+                found, (best, *_) = choose_alone()
+        best = share_candidate(group, best, target, job.capture)
+        return job.finish(found, [best], seed, verify)
 
 
 @dataclass
@@ -184,6 +237,7 @@ class _Job:
         clock: What time is left.
         tell: Told what is being done.
         notes: For the report.
+        together: Options of `compile` for several processes; empty for one.
     """
 
     inputs: Any
@@ -193,6 +247,7 @@ class _Job:
     clock: BudgetClock
     tell: Tell
     notes: list[str] = field(default_factory=list)
+    together: dict[str, Any] = field(default_factory=dict)
 
     def capture_all(self, counts: Sequence[int]) -> list[Captured]:
         """The step with each number of micro-batches, as long as there is time."""
@@ -330,6 +385,8 @@ class _Job:
             self.tell(f"compiling {candidate.name}")
             try:
                 step, measured_ns = self._compiled(candidate, graph, seed, settles)
+            except RankError:
+                raise
             except (ExecutionError, RuntimeError, MemoryError) as error:
                 if not isinstance(error, ExecutionError) and not is_out_of_memory(error):
                     raise
@@ -350,9 +407,9 @@ class _Job:
     def _compiled(
         self, candidate: Candidate, graph: Captured, seed: int, settles: bool
     ) -> tuple[Step, int | None]:
-        step = compile(graph, candidate.plan, seed=seed, waits=False)
+        step = compile(graph, candidate.plan, seed=seed, waits=False, **self.together)
         try:
-            return step, self._settle(step) if settles else None
+            return step, self._settle(step) if settles and not self.together else None
         except BaseException:
             with contextlib.suppress(RuntimeError, ExecutionError):
                 step.close()

@@ -137,6 +137,7 @@ def find_target(
     *,
     uses_cpu: bool = False,
     runs: bool = False,
+    in_part: bool = False,
     device: str = "",
     fuse: bool | None = None,
     tell: Tell | None = None,
@@ -149,6 +150,7 @@ def find_target(
         uses_cpu: Whether ops may go to CPUs beside GPUs of this computer that no pin names. On
             other machines, and where there is no GPU, CPUs are used in any case.
         runs: Whether the devices must be those of this computer.
+        in_part: Whether other processes have some of the devices.
         device: torch device type that the step of a plan was captured for; by default `cuda` if the
             machine's GPUs are here.
         fuse: As for `capture`; by default on GPUs for which a compiler is there.
@@ -164,11 +166,11 @@ def find_target(
     require_mapping("pins", pins)
     pinned = [resolve_device(found, name, f"pin {pattern!r}") for pattern, name in pins.items()]
     named = excluded(found, exclude)
-    if runs:
+    if runs and not in_part:
         require_here(found, (*named, *empty))
     if device == "cuda":
         _require_cuda()
-    device = device or capture_device(found, (*named, *empty))
+    device = device or capture_device(found, (*named, *empty), in_part)
     idle = device == "cuda" and not uses_cpu
     left_out = cpus(found, (*named, *empty, *pinned)) if idle else ()
     unused = tuple(dict.fromkeys((*named, *left_out, *empty)))

@@ -46,6 +46,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         streams: Ops it runs at once.
         unsupported_ops: Patterns (fnmatch) of op targets it cannot run.
         uuid: Stable identity, when detected.
+        host: The computer it is in; devices with one name share a computer.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     streams: int = 1
     unsupported_ops: tuple[str, ...] = ()
     uuid: str = ""
+    host: str = ""
 
     @property
     def usable_bytes(self) -> int:
@@ -190,6 +192,16 @@ class Machine:
     @cached_property
     def _paths(self) -> dict[tuple[str, str], Link | None]:
         return {}
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the computers, in the order of their first devices."""
+        return tuple(dict.fromkeys(device.host for device in self.devices))
+
+    def crosses_hosts(self, link: Link) -> bool:
+        """Whether a link joins two computers, that is, goes over a network."""
+        src, dst = (self.devices[self.device_index[end]] for end in (link.src, link.dst))
+        return src.host != dst.host
 
     def path(self, src: str, dst: str) -> Link | None:
         """The link a transfer from `src` to `dst` uses: the direct one, else a staged one.

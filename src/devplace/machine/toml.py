@@ -111,6 +111,7 @@ _DEVICE: dict[str, tuple[str, Parser]] = {
     "pool": ("pool", _call(_text)),
     "unsupported_ops": ("unsupported_ops", _texts),
     "uuid": ("uuid", _call(_text)),
+    "host": ("host", _call(_text)),
 }
 _LINK: dict[str, tuple[str, Parser]] = {
     "src": ("src", _call(_text)),
@@ -339,6 +340,7 @@ _DEFAULTS: dict[str, Any] = {
     "pool": "",
     "unsupported_ops": (),
     "uuid": "",
+    "host": "",
     "latency_ns": 0,
     "channels": (),
     "usable": True,

@@ -14,7 +14,7 @@ import devplace
 from devplace.errors import PlanError, PlanMismatchError, ProblemError
 from devplace.files import decode_json, read_whole, write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
-from devplace.machine import Machine
+from devplace.machine import Device, Machine
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
 from devplace.units import format_bytes
@@ -225,6 +225,11 @@ def load_plan(path: str | Path) -> Plan:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PlanError(f"Cannot read plan {path}: {reason}. Check the path.") from error
+    return plan_from_json(data, str(path))
+
+
+def plan_from_json(data: bytes, path: str) -> Plan:
+    """As `load_plan`, of what `Plan.to_json` gave; `path` is its name in messages."""
     try:
         found = decode_json(data, _PlanFile)
     except ValueError as error:
@@ -255,13 +260,17 @@ def load_plan(path: str | Path) -> Plan:
 def machine_fingerprint(machine: Machine) -> str:
     """Text that changes when devices, links or pools change; their order does not count, nor what
     other programs hold of a device at the moment (`reserve_bytes`)."""
-    devices = sorted(
-        msgspec.json.encode(msgspec.structs.replace(device, reserve_bytes=0), order="sorted")
-        for device in machine.devices
-    )
+    devices = sorted(map(_device_record, machine.devices))
     links = sorted(msgspec.json.encode(link, order="sorted") for link in machine.links)
     pools = sorted(msgspec.json.encode(pool, order="sorted") for pool in machine.pools)
     return hashlib.sha256(b"\n".join([*devices, *links, *pools])).hexdigest()[:16]
+
+
+def _device_record(device: Device) -> bytes:
+    record = msgspec.to_builtins(msgspec.structs.replace(device, reserve_bytes=0))
+    if not device.host:
+        del record["host"]  # as before there were several
+    return msgspec.json.encode(record, order="sorted")
 
 
 def _check_whole(plan: Plan, where: str = "") -> None:

@@ -242,7 +242,7 @@ def _place(binding: Binding, model: Any) -> tuple[dict[str, Any], str]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if one.is_meta or one.shape != other.shape:
+    if one.is_meta or other is None or one.shape != other.shape:
         return False
     return bool(torch.equal(one.detach().cpu(), other.detach().cpu()))
 

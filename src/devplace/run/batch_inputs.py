@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -24,7 +24,12 @@ from devplace.step_capture.batch import (
 from devplace.step_capture.guards.values import differs
 
 
-def bind_inputs(graph: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+def bind_inputs(
+    graph: Captured,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    whole: Callable[[int, str, Any], Any] | None = None,
+) -> dict[int, Any]:
     """Tensors of a batch by source op, laid out in memory as at capture.
 
     Args:
@@ -32,6 +37,7 @@ def bind_inputs(graph: Captured, args: Sequence[Any], kwargs: Mapping[str, Any])
         args: Positional inputs of the step, nested as at capture; or one tuple, list or dict that
             holds all inputs, as capture takes them.
         kwargs: Named inputs of the step.
+        whole: Makes an input (source op, name, value) of what is a part of it.
 
     Raises:
         InputError: Another nesting, an input that is no tensor or has another shape or dtype than
@@ -49,6 +55,8 @@ def bind_inputs(graph: Captured, args: Sequence[Any], kwargs: Mapping[str, Any])
     for binding in program.bindings:
         if binding.kind == "input":
             value = leaves[int(binding.slot)]
+            if whole is not None:
+                value = whole(binding.op, binding.key, value)
             _check(graph, binding.op, binding.key, value)
             values[binding.op] = laid_out(value, binding.strides)
     for index, fixed in program.input_constants.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,10 +22,21 @@ from devplace.run.cpu import StepOutcome
 from devplace.run.executors import Executor, make_executor, used_devices
 from devplace.run.mailbox import CopyFunction
 from devplace.run.measured_timeline import MeasuredTimeline
-from devplace.run.schedule import make_schedule
+from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.stale import StaleGuard
 from devplace.run.state import ModelState
+from devplace.run.state_dict import HeldState
 from devplace.step_capture.optimizers.several import as_one, each_of
+
+if TYPE_CHECKING:
+    from devplace.run.ranks.processes import Processes
+
+
+Join = Callable[[Schedule], "Processes | None"]
+
+
+def alone(_: Schedule) -> None:
+    """This process runs the whole of a schedule."""
 
 
 def compile_step(
@@ -43,6 +54,7 @@ def compile_step(
     waits: bool = True,
     predicted_bytes: Mapping[str, int] | None = None,
     staged_pairs: frozenset[tuple[str, str]] = frozenset(),
+    join: Join = alone,
 ) -> Step:
     """Make a placed step callable on logical CPU devices, or on CUDA devices if these are named.
 
@@ -67,6 +79,7 @@ def compile_step(
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
         predicted_bytes: Device name -> peak that the plan predicted, for messages.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used.
+        join: Gives the processes that run a schedule together; None if this one does so alone.
 
     Raises:
         PlanError: The order is incomplete or can never finish, or an op on a CPU device beside
@@ -75,11 +88,14 @@ def compile_step(
         InputError: The model has no values, or the graph no program.
     """
     schedule = make_schedule(graph, device_of_op, order, device_names)
+    processes = join(schedule)
+    if processes is not None:
+        schedule = processes.part
     prepare(graph, used_devices(schedule))
     executor = make_executor(
-        schedule, seed, copy, keeps_old_state, waits, predicted_bytes, staged_pairs
+        schedule, seed, copy, keeps_old_state, waits, predicted_bytes, staged_pairs, processes
     )
-    return Step(model, optimizer, graph, executor, invent_seed)
+    return Step(model, optimizer, graph, executor, invent_seed, processes)
 
 
 class Step:
@@ -98,17 +114,21 @@ class Step:
         graph: Captured,
         executor: Executor,
         invent_seed: int | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.executor = executor
         self.is_timed = False
         self.timeline: MeasuredTimeline | None = None
         self._lost_by = ""
+        self._processes = processes
         self._optimizer = as_one(optimizer)
         self._graph = graph
         self._changes_state = bool(graph.replaced)
         self._state = ModelState(graph, model, optimizer, invent_seed)
         own = [] if self._optimizer is None else each_of(self._optimizer)
-        self._guard = StaleGuard(self, self._state.model, own)
+        is_other = processes is not None and not processes.is_first
+        sync = "step.sync(everywhere=True) in all processes" if is_other else "step.sync()"
+        self._guard = StaleGuard(self, self._state.model, own, sync)
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._steps_since_capture = 0
@@ -148,11 +168,14 @@ class Step:
         """
         self._check_process()
         with self._lock, torch.inference_mode(False):
-            values = self._state.read()
+            values = self._read()
             self._facts = CapturedFacts(
                 self._graph.program, self._state.model, self._graph.meta.get("autocast")
             )
-            self._steps_since_capture = self._state.steps_since_capture(self._steps_since_capture)
+            number = self._state.steps_since_capture(self._steps_since_capture)
+            if self._processes is not None:
+                number = self._processes.number(number)
+            self._steps_since_capture = number
             for op, value in values.items():
                 self.executor.put(op, value)
             self._shared = SharedValues(
@@ -162,16 +185,27 @@ class Step:
             self._is_synced = True
             self._lost_by = ""
 
+    def _read(self) -> dict[int, Any]:
+        """Values of the user's model, of several processes that of the first."""
+        if self._processes is None or self._processes.is_first:
+            values = self._state.read()
+        else:
+            values = self._state.present()
+        return values if self._processes is None else self._processes.spread_weights(values)
+
     def restart(self) -> None:
         """As `load`, and as if no step had been made: random numbers begin anew, too."""
         self._steps_since_capture = 0
         self.load()
 
-    def sync(self) -> None:
+    def sync(self, everywhere: bool = False) -> None:
         """Write parameters, buffers and optimizer state into the model and optimizer, in place.
 
         Afterwards `state_dict()`, checkpoints and evaluation see the trained values; without it
-        they are refused.
+        they are refused. Of several processes all call it, and the first one's model is written.
+
+        Args:
+            everywhere: Whether the models of the other processes are written, too.
 
         Raises:
             InputError: The model is on the meta device and cannot hold values.
@@ -181,10 +215,59 @@ class Step:
         with self._lock, torch.inference_mode(False):
             self._check_state()
             self._facts.check_parts()
-            self._state.write(self.executor.get, self._steps_since_capture)
+            get: Callable[[int], Any] = self.executor.get
+            if self._processes is not None:
+                ops = self._graph.replaced
+                get = self._processes.gather_weights(get, ops, everywhere).__getitem__
+                if not (everywhere or self._processes.is_first):
+                    return
+            self._state.write(get, self._steps_since_capture)
             self._shared.note()
             self._guard.end()
             self._is_synced = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this process holds of model and optimizer, for `torch.distributed.checkpoint.save`.
+
+        Names and structure are those of `torch.distributed.checkpoint.state_dict.get_state_dict`,
+        so that a checkpoint can be loaded into another plan, another number of processes, and
+        plain PyTorch. Tensors are the step's own and change with the next step.
+
+        Raises:
+            ExecutionError: A step failed and took the state with it.
+        """
+        self._check_process()
+        with self._lock, torch.inference_mode(False):
+            self._check_state()
+            return self._held_state().collect(self.executor.get, self._steps_since_capture)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; of several processes all call it.
+
+        Args:
+            state: What `state_dict` gave, after `torch.distributed.checkpoint.load` has put values
+                in.
+
+        Raises:
+            InputError: Something that this process holds is missing.
+        """
+        self._check_process()
+        with self._lock, torch.inference_mode(False):
+            made = self._held_state().spread(state, self.executor.put)
+            if self._processes is not None:
+                made = self._processes.largest(made)
+            if made >= 0:
+                self._steps_since_capture = made - self._state.steps_before_capture
+            self._lost_by = ""
+            if self._is_synced and self._changes_state:
+                self._guard.begin(self.steps_done)
+                self._is_synced = False
+                self._shared.go_ahead()
+
+    def _held_state(self) -> HeldState:
+        is_first = self._processes is None or self._processes.is_first
+        holders = self.executor.schedule.holders
+        return HeldState(self._graph, self._state, holders.__contains__, is_first)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -213,15 +296,20 @@ class Step:
         """
         self._check_process()
         with self._lock, torch.inference_mode(False):
-            return self._run(args, kwargs)
+            if self._processes is None:
+                return self._run(args, kwargs)
+            with self._processes.group.failing_together():
+                return self._run(args, kwargs)
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         self._check_state()
         self._facts.check()
-        self._shared.check(self.executor.get, self._is_synced)
+        if self._processes is None or self._processes.is_first:
+            self._shared.check(self._held, self._is_synced)
         number = self._steps_since_capture + 1
         groups = None if self._optimizer is None else self._optimizer.param_groups
-        values = bind_inputs(self._graph, args, kwargs)
+        whole = None if self._processes is None else self._processes.whole
+        values = bind_inputs(self._graph, args, kwargs, whole)
         require_values(self._graph, values)
         scalars = bind_scalars(self._graph, number, groups)
         try:
@@ -255,12 +343,18 @@ class Step:
             self._guard.lose(self.steps_done)
         self._shared.let_go()
         self.executor.close()
+        if self._processes is not None:
+            self._processes.group.close()
 
     def __enter__(self) -> Step:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _held(self, op: int) -> Any:
+        """Value of a source; None if it is held in other processes alone."""
+        return self.executor.get(op) if op in self.executor.schedule.holders else None
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

@@ -6,11 +6,11 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devplace.errors import ExecutionError
+from devplace.errors import ExecutionError, RankError
 from devplace.run.codegen import DeviceCode, StoppedError, failed_instruction, generate
 from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
@@ -18,6 +18,9 @@ from devplace.run.measured_timeline import MeasuredTimeline, make_timeline
 from devplace.run.schedule import Schedule, stored_sources
 from devplace.run.seeds import RandomKeys
 from devplace.run.workers import Workers
+
+if TYPE_CHECKING:
+    from devplace.run.ranks.processes import Processes
 
 RETRY = "Nothing of this step was applied; correct the cause and step again."
 
@@ -49,6 +52,8 @@ class CpuExecutor:
         keeps_old_state: Whether the values before a step are kept until it has succeeded. If not,
             they are freed after their last use (less memory), and after an error the state is lost
             until it is `put` again.
+        processes: Those that run the other devices, if there are any; the schedule is then the part
+            of this one.
     """
 
     def __init__(
@@ -57,8 +62,10 @@ class CpuExecutor:
         seed: int = 0,
         copy: CopyFunction = clone_tensor,
         keeps_old_state: bool = True,
+        processes: Processes | None = None,
     ) -> None:
         self.schedule = schedule
+        self.processes = processes
         self.seed = seed
         self.put_count: dict[int, int] = {}
         self._missing = set(schedule.holders)
@@ -81,7 +88,7 @@ class CpuExecutor:
             op: Index of the source op.
             value: Its tensor, on any torch device.
         """
-        for device in self.schedule.holders[op]:
+        for device in self.schedule.holders.get(op, ()):
             copied = clone_tensor(value.detach().to("cpu"))
             self._stores[device][self._slots[device][op]] = copied
             self.put_count[op] = self.put_count.get(op, 0) + 1
@@ -121,11 +128,13 @@ class CpuExecutor:
         outputs = run.run()
         end_ns = time.perf_counter_ns()
         times = self._mailbox.times
+        results = self._commit(outputs)
+        if self.processes is not None:
+            results = self.processes.share_results(results)
         if times is None:
-            return StepOutcome(self._commit(outputs))
+            return StepOutcome(results)
         num_ops = len(self.schedule.graph.ops)
-        timeline = make_timeline(num_ops, run.records, times, begin_ns, end_ns)
-        return StepOutcome(self._commit(outputs), timeline)
+        return StepOutcome(results, make_timeline(num_ops, run.records, times, begin_ns, end_ns))
 
     @property
     def has_lost_state(self) -> bool:
@@ -170,8 +179,8 @@ class CpuExecutor:
         graph, slots = self.schedule.graph, self._slots[device]
         taken = list(store)
         for op in graph.replaced:
-            self._missing.add(op)
             if op in slots:
+                self._missing.add(op)
                 store[slots[op]] = None
         return taken
 
@@ -197,8 +206,11 @@ class _StepRun:
             for device in range(len(self._codes)):
                 self._executor._workers.queues[device].put(self._make_job(device, done))
                 started.append(device)
-            for _ in started:
-                done.get()
+            if self._executor.processes is None:
+                for _ in started:
+                    done.get()
+            else:
+                self._run_with(self._executor.processes, started, done)
         except BaseException as error:  # the user's interrupt: end the step before it goes on
             self._fail(error, "The step was interrupted.")
             while not all(self._finished[device] for device in started):
@@ -206,8 +218,34 @@ class _StepRun:
             raise
         if self._failure is not None:
             cause, message = self._failure
+            if isinstance(cause, RankError):
+                raise cause
             raise ExecutionError(message) from cause
         return self._outputs
+
+    def _run_with(self, processes: Processes, devices: list[int], done: SimpleQueue[int]) -> None:
+        """As the devices run, exchange tensors with other processes, and watch these."""
+
+        def carry() -> None:
+            try:
+                processes.carry_step(self._mailbox)
+            except StoppedError:
+                pass
+            except BaseException as error:
+                self._fail(error, str(error))
+            finally:
+                done.put(-1)
+
+        processes.group.submit(carry)
+        try:
+            left = {*devices, -1}
+            # After a failure what carries messages may wait for a process that is gone.
+            while left and not (self._failure and left == {-1}):
+                left.discard(processes.group.take(done))
+        except RankError as error:
+            self._fail(error, str(error))
+            while not all(self._finished[device] for device in devices):
+                time.sleep(0.001)
 
     def _make_job(self, device: int, done: SimpleQueue[int]) -> Any:
         sources = self._executor._take_sources(device)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import CpuExecutor, StepOutcome
 from devplace.run.mailbox import CopyFunction
 from devplace.run.schedule import Schedule, is_cpu
+
+if TYPE_CHECKING:
+    from devplace.run.ranks.processes import Processes
 
 
 class Executor(Protocol):
@@ -46,6 +49,7 @@ def make_executor(
     waits: bool = True,
     predicted_bytes: Mapping[str, int] | None = None,
     staged_pairs: frozenset[tuple[str, str]] = frozenset(),
+    processes: Processes | None = None,
 ) -> Executor:
     """The executor for the devices that have something to do.
 
@@ -58,17 +62,26 @@ def make_executor(
         predicted_bytes: Device name -> peak that the plan predicted, for messages.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used, as a
             probe found it faulty: their tensors go through host memory.
+        processes: Those that run the other devices, if there are any; the schedule is then the part
+            of this one.
 
     Raises:
         InputError: CUDA devices that are not there.
         PlanError: An op on a CPU device beside GPUs that cannot run there.
     """
     if not runs_on_cuda(schedule):
-        return CpuExecutor(schedule, seed, copy, keeps_old_state)
+        if processes is not None:
+            copy = processes.copy
+        return CpuExecutor(schedule, seed, copy, keeps_old_state, processes)
     from devplace.run.cuda import CudaExecutor
 
     return CudaExecutor(
-        schedule, seed, waits=waits, predicted_bytes=predicted_bytes, staged_pairs=staged_pairs
+        schedule,
+        seed,
+        waits=waits,
+        predicted_bytes=predicted_bytes,
+        staged_pairs=staged_pairs,
+        processes=processes,
     )
 
 

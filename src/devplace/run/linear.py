@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from devplace.errors import PlanError
 from devplace.run.schedule import Instruction, PlannedTransfer, Schedule, is_cpu
@@ -30,6 +30,33 @@ def linear_order(schedule: Schedule) -> list[Place]:
     Complexity: O(I D) for I instructions on D devices.
     """
     return [place for place, _ in timed_order(schedule)]
+
+
+def meeting_order(schedule: Schedule, rank_of: Sequence[int]) -> tuple[int, ...]:
+    """Transfers between processes, in the one order in which every process carries out its own.
+
+    A message between processes is a meeting: the sender may have to wait until the receiver takes
+    it, as well as the other way round. If every process carries out its sends and receives one
+    after another in this order, none waits for ever: of all messages not over, take the first. Each
+    of its two processes has done all it has before, so it waits for none; the receiver takes the
+    message at once. The sender's device has to get to the send, and what it waits for until then
+    comes before the send in `linear_order`, so those messages are over. So it is sent.
+
+    Args:
+        schedule: What every device does, in all processes.
+        rank_of: Process that drives each device. Shape `[D]`.
+    """
+    sends = (schedule.instructions[device][index] for device, index in linear_order(schedule))
+    return tuple(
+        transfer
+        for kind, _, transfer in sends
+        if kind == "send" and crosses(schedule.transfers[transfer], rank_of)
+    )
+
+
+def crosses(transfer: PlannedTransfer, rank_of: Sequence[int]) -> bool:
+    """Whether a tensor goes from one process to another."""
+    return rank_of[transfer.src] != rank_of[transfer.dst]
 
 
 def timed_order(schedule: Schedule) -> list[tuple[Place, int]]:

@@ -15,7 +15,8 @@ class MeasuredTimeline:
     Attributes:
         start_ns: Start of each op, -1 for sources and views. int64, shape `[V]`.
         finish_ns: Finish of each op, -1 likewise. int64, shape `[V]`.
-        transfer_start_ns: Start of each transfer, in the order of `Schedule.transfers`. int64.
+        transfer_start_ns: Start of each transfer, in the order of `Schedule.transfers`; -1 for
+            those that another process sends. int64.
         transfer_finish_ns: When each transfer had arrived. int64.
         makespan_ns: Duration of the whole step, from the first copy of the batch, or if that is not
             brought in the start, to the last thread done.
@@ -59,7 +60,8 @@ def make_timeline(
         if start[op] < 0:
             start[op] = began - begin_ns
         finish[op] = ended - begin_ns
-    times = np.array(transfers, dtype=np.int64).reshape(-1, 2) - begin_ns
+    times = np.array(transfers, dtype=np.int64).reshape(-1, 2)
+    times = np.where(times > 0, times - begin_ns, -1)
     for array in (start, finish, times):
         array.setflags(write=False)
     return MeasuredTimeline(start, finish, times[:, 0], times[:, 1], end_ns - begin_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,9 @@ from devplace.graph.fusion import fuse_for
 from devplace.graph.serialize import fingerprint
 from devplace.plan import Plan
 from devplace.run.check import CheckReport, check_step
-from devplace.run.compile import Step, compile_step
+from devplace.run.compile import Step, alone, compile_step
+from devplace.run.ranks.agreement import joined
+from devplace.run.ranks.group import Group, several_processes
 
 _MADE_FOR = (
     "Capture the model, batch, loss and optimizer that it was made for, with the same "
@@ -29,8 +32,16 @@ def compile(
     seed: int = 0,
     waits: bool = True,
     staged_pairs: frozenset[tuple[str, str]] = frozenset(),
+    ranks: Mapping[str, int] | None = None,
+    batch: str = "whole",
+    timeout_s: float = 30.0,
 ) -> Step:
     """Make a planned step callable on the plan's devices: logical CPUs, or GPUs of this computer.
+
+    Under `torchrun`, or in a process group of several processes, these run the step together: each
+    captures it, calls this with the same plan, and drives some of the devices. Each holds what its
+    devices do and no more. Weights are those of rank 0, every process calls the step and gets its
+    result, and `sync` writes into the model of rank 0.
 
     Args:
         captured: The step that was planned, of `capture`; for a plan from a file, captured again in
@@ -42,28 +53,46 @@ def compile(
         waits: Whether each step on GPUs is waited for; if not, a failure shows in a later call.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used; their
             tensors go through host memory.
+        ranks: Device name -> rank of the process that drives it; by default devices are split over
+            the processes in order.
+        batch: `whole`: each process is given all of the batch; `sharded`: its rows, an equal part
+            of them, in the order of ranks.
+        timeout_s: Of several processes: within so many seconds after one has died, hangs or failed,
+            every other ends with an error that says so.
 
     Returns:
         A step: `loss = step(*batch)`, `step.sync()` writes back into model and optimizer.
 
     Raises:
-        PlanMismatchError: The step, model or optimizer differs from what the plan was made for.
-        InputError: No plan, or no captured step.
+        PlanMismatchError: The step, model or optimizer differs from what the plan was made for; or
+            processes have another step, plan or torch.
+        InputError: No plan, or no captured step; or more processes than devices.
+        RankError: Another process failed, or did not come.
     """
     _check_plan(plan)
-    found = _matching(captured, plan, "To compile a plan")
-    return compile_step(
-        found.model if model is None else model,
-        found.optimizer if optimizer is None else optimizer,
-        found,
-        plan.placement,
-        plan.order,
-        plan.device_names,
-        seed,
-        waits=waits,
-        predicted_bytes=plan.predicted.peak_bytes,
-        staged_pairs=staged_pairs,
-    )
+    check_batch_kind(batch)
+    group = Group(timeout_s) if several_processes() else None
+    with contextlib.nullcontext() if group is None else group.failing_together():
+        found = _matching(captured, plan, "To compile a plan")
+        return compile_step(
+            found.model if model is None else model,
+            found.optimizer if optimizer is None else optimizer,
+            found,
+            plan.placement,
+            plan.order,
+            plan.device_names,
+            seed,
+            waits=waits,
+            predicted_bytes=plan.predicted.peak_bytes,
+            staged_pairs=staged_pairs,
+            join=alone if group is None else joined(group, seed, ranks, batch == "sharded"),
+        )
+
+
+def check_batch_kind(batch: str) -> None:
+    """Refuse what is no kind of batch of several processes."""
+    if batch not in ("whole", "sharded"):
+        raise InputError(f"batch must be 'whole' or 'sharded', got {batch!r}.")
 
 
 def check(

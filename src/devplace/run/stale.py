@@ -24,9 +24,13 @@ class StaleGuard:
             then warns of, once.
         model: The user's model.
         optimizers: Its optimizers.
+        sync: The call that brings the values into this model.
     """
 
-    def __init__(self, step: Any, model: Any, optimizers: Iterable[Any]) -> None:
+    def __init__(
+        self, step: Any, model: Any, optimizers: Iterable[Any], sync: str = "step.sync()"
+    ) -> None:
+        self._sync = sync
         self._step = weakref.ref(step)
         self._model = model
         self._optimizers = tuple(optimizers)
@@ -69,14 +73,14 @@ class StaleGuard:
             warnings.warn(
                 f"{type(self._model).__name__} has its values of before the steps of a step that "
                 f"was closed or dropped without sync(): what these trained is lost. Call "
-                f"step.sync() before step.close().",
+                f"{self._sync} before step.close().",
                 stacklevel=_level_outside(),
             )
             return
         made = step.steps_done - self._steps_at_sync
         raise PlanMismatchError(
             f"{type(self._model).__name__} and its optimizer are {made} step{'s' * (made != 1)} "
-            f"behind: only the step has the trained values. Call step.sync() before state_dict(), "
+            f"behind: only the step has the trained values. Call {self._sync} before state_dict(), "
             f"evaluation or a copy; to give these values up, call step.load()."
         )
 

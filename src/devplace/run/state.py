@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class ModelState:
     ) -> None:
         self._graph = graph
         self.model = unwrap(model)
-        self._starts = _steps_at_capture(graph)
+        self._starts = steps_at_capture(graph)
         self._optimizer = as_one(optimizer)
         self._invent_seed = invent_seed
         self._check_optimizer()
@@ -69,7 +69,7 @@ class ModelState:
     def present(self) -> dict[int, Any]:
         """As `read`, but what is on the meta device is given as it is."""
         self._check_optimizer()
-        tensors = self._named_tensors()
+        tensors = self.named_tensors()
         values = {}
         for binding in self._graph.program.bindings:
             if binding.kind in STORED_KINDS:
@@ -131,7 +131,7 @@ class ModelState:
         """
         self._check_optimizer()
         replaced = self._graph.replaced
-        tensors = self._named_tensors()
+        tensors = self.named_tensors()
         bindings = [b for b in self._graph.program.bindings if b.op in replaced]
         for binding in bindings:
             if tensors[binding.key].is_meta:
@@ -150,6 +150,33 @@ class ModelState:
             if self._optimizer is not None:
                 self._write_step_counts(steps_since_capture)
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._optimizer is not None
+
+    def persistent(self) -> dict[str, Any]:
+        """Parameters and buffers by the names of the model's state dict."""
+        found = dict(self.model.named_parameters(remove_duplicate=False))
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for key, value in module._buffers.items():
+                if value is not None and key not in module._non_persistent_buffers_set:
+                    found[f"{path}.{key}" if path else key] = value
+        return found
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the optimizer, with the names of their parameters."""
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        return [
+            {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+            for group in self._optimizer.param_groups
+        ]
+
+    def take_groups(self, named: Sequence[Mapping[str, Any]]) -> None:
+        """Set learning rates and the like as `named_groups` had them."""
+        for group, saved in zip(self._optimizer.param_groups, named, strict=True):
+            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+
     def _check_optimizer(self) -> None:
         """The optimizer must be of the captured class and train this model's parameters."""
         update = _update_of(self._graph)
@@ -162,7 +189,7 @@ class ModelState:
                 f"Pass that one, or capture again."
             )
         groups = [{id(p) for p in group["params"]} for group in self._optimizer.param_groups]
-        named = self._named_tensors()
+        named = self.named_tensors()
         for name, rule in update.rules.items():
             mine = groups[rule.group] if rule.group < len(groups) else set()
             if name in named and id(named[name]) not in mine:
@@ -171,14 +198,15 @@ class ModelState:
                     f"{name!r} is not in its group {rule.group}. Build it from this model."
                 )
 
-    def _named_tensors(self) -> dict[str, Any]:
+    def named_tensors(self) -> dict[str, Any]:
+        """Parameters and buffers by every name they have."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         named.update(self.model.named_buffers(remove_duplicate=False))
         return named
 
     def _updated(self) -> Iterator[tuple[str, Any]]:
         """Parameters that the optimizer updates; the step may change frozen ones in place, too."""
-        named, program = self._named_tensors(), self._graph.program
+        named, program = self.named_tensors(), self._graph.program
         for binding in program.bindings:
             is_replaced = binding.kind == "parameter" and binding.op in self._graph.replaced
             if is_replaced and program.trainable.get(binding.key, False):
@@ -194,26 +222,36 @@ class ModelState:
             return _Made(int(has_begun), not has_begun) if rule.state_slots else None
         return _Made(0, True)
 
-    def _write_step_counts(self, steps_since_capture: int) -> None:
+    def step_counters(self, steps_since_capture: int) -> dict[str, Any]:
+        """Parameter name -> the `step` entry of its state after so many steps, if it has one."""
         templates: dict[int, Any] = {}
-        rules = _update_of(self._graph).rules
+        rules, found = _update_of(self._graph).rules, {}
         group_of = {p: group for group in self._optimizer.param_groups for p in group["params"]}
         for name, parameter in self._updated():
             group = group_of.get(parameter)
             steps = self._starts.get(name, 0) + steps_since_capture
-            if group is None or steps <= 0 or not rules[name].counts_steps:
+            if group is None or steps < 0 or not rules[name].counts_steps:
                 continue
             if id(group) not in templates:
                 owner = owner_of(self._optimizer, group)
                 templates[id(group)] = _step_counter(owner, group)
             template = templates[id(group)]
-            state = self._optimizer.state[parameter] if template is not None else {}
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].fill_(steps)
-            elif isinstance(template, torch.Tensor):
-                state["step"] = torch.full_like(template, steps)
+            if isinstance(template, torch.Tensor):
+                found[name] = torch.full_like(template, steps)
             elif template is not None:
-                state["step"] = steps
+                found[name] = steps
+        return found
+
+    def _write_step_counts(self, steps_since_capture: int) -> None:
+        named = self.named_tensors()
+        for name, counter in self.step_counters(steps_since_capture).items():
+            if int(counter) <= 0:
+                continue
+            state = self._optimizer.state[named[name]]
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(int(counter))
+            else:
+                state["step"] = counter
 
     def _value(self, binding: Binding, tensors: dict[str, Any]) -> Any:
         if binding.kind == "constant":
@@ -283,7 +321,7 @@ def _update_of(graph: Captured) -> Any:
     return getattr(graph.program.scalars, "__self__", None)
 
 
-def _steps_at_capture(graph: Captured) -> dict[str, int]:
+def steps_at_capture(graph: Captured) -> dict[str, int]:
     """Parameter name -> steps its optimizer had made when the graph was captured."""
     update = _update_of(graph)
     return {name: rule.start for name, rule in update.rules.items()} if update else {}

@@ -112,6 +112,18 @@ NVSWITCH_HOPPER = Wire(
     source="NVLink 4 through NVSwitch: copies at 389 GB/s of 450, latency 4.7 us from a 1 KiB store"
     " to the flag seen by the reader; both measured between H200 cards.",
 )
+ETHERNET_10G = Wire(
+    gb_per_s=1.1,
+    latency_ns=50_000,
+    source="10 Gb/s Ethernet: 1.25 GB/s by the standard, 1.1 assumed for copies. Latency 50 us:"
+    " NCCL over sockets took 49 us for 1 KiB between processes of one host with H200 cards.",
+)
+NETWORK_400G = Wire(
+    gb_per_s=45.0,
+    latency_ns=20_000,
+    source="400 Gb/s network: 50 GB/s by the standard, 45 assumed for copies. Latency 20 us"
+    " assumed: NCCL took 19 us for 1 KiB between two H200 of one host.",
+)
 
 NVSWITCH_BLACKWELL = Wire(
     gb_per_s=780.0,

@@ -21,6 +21,7 @@ from devplace.run.cuda.routes import Route
 from devplace.run.cuda.timestamps import Clocks, timed_transfer
 from devplace.run.cuda.transient_values import lightened
 from devplace.run.linear import Place
+from devplace.run.ranks.processes import Mail, Processes
 from devplace.run.schedule import Schedule
 from devplace.run.write_back import DeviceWrites
 
@@ -37,6 +38,7 @@ class EagerRunner:
         order: All instructions, of `linear_order`.
         writes: How each device replaces its sources.
         routes: Way of every transfer.
+        processes: Those of the other devices, if there are any.
     """
 
     mode = "eager"
@@ -49,8 +51,10 @@ class EagerRunner:
         order: list[Place],
         writes: tuple[DeviceWrites, ...],
         routes: Sequence[Route],
+        processes: Processes | None = None,
     ) -> None:
         self._schedule = schedule
+        self._processes = processes
         self._devices = devices
         self._random = random
         self._order = order
@@ -104,6 +108,7 @@ class EagerRunner:
             self._schedule, self._devices, self._routes, self.layouts, clocks, meters or {}
         )
         carrier.is_light = is_light
+        carrier.mail = None if self._processes is None else Mail(self._processes)
         passes = {}
         for index, device in self._devices.items():
             random = self._random[index]
@@ -151,6 +156,7 @@ class _Copies:
 
     Attributes:
         is_light: Whether GPUs keep descriptions of large tensors only.
+        mail: To and from other processes.
     """
 
     def __init__(
@@ -169,9 +175,15 @@ class _Copies:
         self._clocks = clocks
         self._meters = meters
         self.is_light = False
+        self.mail: Mail | None = None
         self._arrived: dict[int, Any] = {}
 
     def send(self, transfer: int, value: Any) -> None:
+        if self.mail is not None:
+            dense = pack_tensor(value)
+            self._layouts.setdefault(transfer, empty_like_layout(dense, "meta"))
+            self.mail.send(transfer, dense)
+            return
         receiver = self._devices[self._schedule.transfers[transfer].dst]
         sender = self._devices[self._schedule.transfers[transfer].src]
         if _lies_on_host(value, sender) and isinstance(receiver, CudaDevice):
@@ -201,7 +213,16 @@ class _Copies:
         return buffer
 
     def receive(self, transfer: int) -> Any:
-        return self._arrived.pop(transfer)
+        if self.mail is None:
+            return self._arrived.pop(transfer)
+        value, was_on_gpu = self.mail.receive(transfer)
+        self._layouts.setdefault(transfer, empty_like_layout(value, "meta"))
+        if not was_on_gpu:
+            return value
+        receiver = self._devices[self._schedule.transfers[transfer].dst]
+        buffer = self._buffer(value, receiver)
+        buffer.copy_(value)
+        return lightened(buffer) if self.is_light else buffer
 
     def join(self, transfer: int) -> None:
         """The sender's own stream makes the copies."""

@@ -18,6 +18,7 @@ from devplace.errors import (
     GraphCaptureError,
     InputError,
     LateTensorError,
+    RankError,
 )
 from devplace.run.cpu import StepOutcome
 from devplace.run.cuda.device import CudaDevice
@@ -37,9 +38,11 @@ from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
 from devplace.run.cuda.peer_channels import PeerChannels
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random_ops import RandomOps
-from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form
+from devplace.run.cuda.rank_channels import NcclRanks, RankChannels
+from devplace.run.cuda.routes import Route, check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.cuda.timestamps import Clock, collect, make_clocks, offset_ns
 from devplace.run.linear import linear_order
+from devplace.run.ranks.processes import Processes
 from devplace.run.schedule import Schedule, is_cpu, source_bytes, stored_sources
 from devplace.run.seeds import RandomKeys
 from devplace.run.write_back import write_backs
@@ -65,6 +68,8 @@ class CudaExecutor:
         needs_graphs: Whether a step that cannot be captured is refused.
         predicted_bytes: Device name -> peak that the plan predicted, for messages.
         staged_pairs: (sender, receiver) names of GPUs whose direct link is not to be used.
+        processes: Those that run the other devices, if there are any; the schedule is then the part
+            of this one, which has one GPU.
 
     Raises:
         InputError: Ops on a device that is neither GPU nor CPU, is missing, or is listed twice.
@@ -83,8 +88,12 @@ class CudaExecutor:
         needs_graphs: bool = False,
         predicted_bytes: Mapping[str, int] | None = None,
         staged_pairs: frozenset[tuple[str, str]] = frozenset(),
+        processes: Processes | None = None,
     ) -> None:
         self.schedule = schedule
+        self.processes = processes
+        # What is known only of all devices together, such as an order, is worked out of this one.
+        self._whole = schedule if processes is None else processes.schedule
         self.seed = seed
         self.put_count: dict[int, int] = {}
         self.reason = "" if uses_graphs else "graphs are switched off"
@@ -119,11 +128,16 @@ class CudaExecutor:
             if index not in self._hosts
         }
         self._all: dict[int, AnyDevice] = {**self._hosts, **self._devices}
-        self._routes = find_routes(schedule, have_peer_access, staged_pairs)
+        self._nccl: NcclRanks | None = None
+        self._routes: tuple[Route, ...] = ()
+        if processes is None:
+            self._routes = find_routes(schedule, have_peer_access, staged_pairs)
+        else:
+            self._nccl = NcclRanks(processes, list(self._all.values()))
         self._idle: dict[int, Any] = {}
         self._random = self._make_random()
-        self._order = linear_order(schedule)
-        self._writes = write_backs(schedule)
+        self._order = linear_order(self._whole)
+        self._writes = write_backs(self._whole)
         self._runner: EagerRunner | GraphRunner | None = None
 
     @property
@@ -140,7 +154,7 @@ class CudaExecutor:
         """
         self._raise_lost()
         try:
-            for index in self.schedule.holders[op]:
+            for index in self.schedule.holders.get(op, ()):
                 if index in self._all:
                     self._all[index].put(op, value)
                 else:
@@ -196,7 +210,7 @@ class CudaExecutor:
                     self._runner = self._make_runner(number)
                 self._doing = f"Step {number}"
                 return self._run_timed(number) if is_timed else self._run(number)
-        except LateTensorError:
+        except (LateTensorError, RankError):
             raise
         except (RuntimeError, ExecutionError) as error:
             failure = self._failure(self._doing, error)
@@ -269,8 +283,11 @@ class CudaExecutor:
 
     def _run(self, number: int) -> StepOutcome:
         assert self._runner is not None
-        outcome = StepOutcome(self._runner.run(number))
-        if self._waits:
+        results = self._runner.run(number)
+        if self._nccl is not None:
+            results = self._nccl.share_results(results)
+        outcome = StepOutcome(results)
+        if self._waits or self._nccl is not None:  # a process that is gone is seen in waiting alone
             self.synchronize()
         return outcome
 
@@ -280,6 +297,8 @@ class CudaExecutor:
         clocks |= {index: HostClock() for index in self._hosts}
         offsets = {index: offset_ns(device) for index, device in self._devices.items()}
         results = self._runner.run(number, clocks)
+        if self._nccl is not None:
+            results = self._nccl.share_results(results)
         self.synchronize()
         return StepOutcome(results, collect(self.schedule, clocks, offsets))
 
@@ -290,6 +309,8 @@ class CudaExecutor:
             ExecutionError: A tensor did not come in time.
         """
         self._raise_lost()
+        if self._nccl is not None:
+            self._nccl.wait()
         try:
             for device in self._all.values():
                 device.synchronize()
@@ -305,7 +326,7 @@ class CudaExecutor:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._lost is None:
+        if self._lost is None and (self._nccl is None or not self._nccl.is_over):
             for host in self._hosts.values():
                 host.synchronize()
             for device in self._devices.values():
@@ -313,6 +334,8 @@ class CudaExecutor:
                 device.give_up_stream()
         if self._runner is not None:
             self._runner.close()
+        if self._nccl is not None:
+            self._nccl.close()
 
     def _make_random(self) -> dict[int, RandomOps]:
         positions = self.schedule.graph.program.random_ops
@@ -329,16 +352,27 @@ class CudaExecutor:
         if self.reason:
             return eager
         eager, arena_bytes = self._rehearse(eager, number)
+        runner = self._capture(eager, arena_bytes)
+        if self.processes is not None:
+            reasons = self.processes.group.exchange("capture", self.reason, "the capture")
+            self.reason = self.reason or next(filter(None, reasons), "")
+        if runner is not None and not self.reason:
+            return runner
+        if self._needs_graphs:
+            raise GraphCaptureError(
+                f"Only CUDA graphs were allowed, and {self.reason}. Allow eager mode, or change "
+                "the op that waits for the host."
+            )
+        if runner is not None:
+            runner.close()
+        self._random = self._make_random()
+        return self._make_eager()
+
+    def _capture(self, eager: EagerRunner, arena_bytes: dict[int, int]) -> GraphRunner | None:
+        """The step in graphs; None if it cannot be captured, for `reason`."""
         self._doing = "Capturing the step"
         try:
-            mailroom = PeerChannels(
-                self.schedule,
-                self._devices,
-                eager.layouts,
-                self._push,
-                self._wait_limit_s,
-                self._routes,
-            )
+            mailroom = self._make_mailroom(eager.layouts)
             runner = GraphRunner(
                 mailroom,
                 self._devices,
@@ -348,20 +382,21 @@ class CudaExecutor:
                 eager.strides,
                 arena_bytes,
             )
-            if self._hosts:
+            if self._hosts and isinstance(mailroom, PeerChannels):
                 runner.crew = self._make_crew(mailroom)
             return runner
         except (ExecutionError, RuntimeError, ImportError) as error:
-            if is_out_of_memory(error) or is_lasting(error):
+            if isinstance(error, RankError) or is_out_of_memory(error) or is_lasting(error):
                 raise
             self.reason = f"the step cannot be captured: {str(error).splitlines()[0]}"
-        if self._needs_graphs:
-            raise GraphCaptureError(
-                f"Only CUDA graphs were allowed, and {self.reason}. Allow eager mode, or change "
-                "the op that waits for the host."
-            )
-        self._random = self._make_random()
-        return self._make_eager()
+            return None
+
+    def _make_mailroom(self, layouts: dict[int, Any]) -> PeerChannels | RankChannels:
+        if self._nccl is not None:
+            return self._nccl.channels(layouts)
+        return PeerChannels(
+            *(self.schedule, self._devices, layouts, self._push, self._wait_limit_s, self._routes)
+        )
 
     def _rehearse(self, eager: EagerRunner, number: int) -> tuple[EagerRunner, dict[int, int]]:
         """Try a step; where it finds too little memory, once more without keeping large values."""
@@ -390,7 +425,13 @@ class CudaExecutor:
 
     def _make_eager(self) -> EagerRunner:
         return EagerRunner(
-            self.schedule, self._all, self._random, self._order, self._writes, self._routes
+            self._whole,
+            self._all,
+            self._random,
+            [place for place in self._order if place[0] in self._all],
+            self._writes,
+            self._routes,
+            self.processes,
         )
 
     def _make_crew(self, mailroom: PeerChannels) -> HostCrew:

@@ -25,8 +25,9 @@ from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.cuda.failures import forget_frames, is_out_of_memory
 from devplace.run.cuda.host import HostCrew, LateError
-from devplace.run.cuda.peer_channels import FlagCarrier, PeerChannels
+from devplace.run.cuda.peer_channels import PeerChannels
 from devplace.run.cuda.random_ops import RandomOps
+from devplace.run.cuda.rank_channels import RankChannels
 from devplace.run.cuda.timeouts import first_cause
 from devplace.run.cuda.timestamps import Clock, Clocks
 from devplace.run.linear import Place, freed_before, joined_before
@@ -74,7 +75,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        mailroom: PeerChannels,
+        mailroom: PeerChannels | RankChannels,
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
         order: list[Place],
@@ -278,7 +279,7 @@ class GraphRunner:
         self, device: CudaDevice, random: RandomOps, step: _Recorded, clock: Clock | None
     ) -> None:
         schedule = self._mailroom.schedule
-        carrier = FlagCarrier(self._mailroom, device, self._joins, clock)
+        carrier = self._mailroom.carrier(device, self._joins, clock)
         one_pass = DevicePass(
             schedule,
             device.index,

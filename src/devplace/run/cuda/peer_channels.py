@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -23,6 +23,9 @@ from devplace.run.cuda.timestamps import Clock, timed_transfer
 from devplace.run.linear import come_with_others, lane_of
 from devplace.run.schedule import Schedule
 from devplace.simulator.send_lifetimes import JOINED_BYTES
+
+if TYPE_CHECKING:
+    from devplace.run.cuda.rank_channels import RankChannels
 
 # Small tensors being pushed keep their memory until the ops are known to come after the push.
 MAX_HELD_BYTES = 512 * 2**20
@@ -76,7 +79,8 @@ class PeerChannels:
             flagged = sorted(arriving, key=self.unawaited.__contains__)
             with device.current():
                 self.flags[index] = Flags(flagged, device.torch_device)
-                self._make_buffers({t: layouts[t] for t in arriving}, device.torch_device)
+                kinds = {transfer: layouts[transfer] for transfer in arriving}
+                self.buffers |= receive_buffers(kinds, device.torch_device)
             device.synchronize()
         self._rehearse(devices)
 
@@ -85,6 +89,16 @@ class PeerChannels:
         for flags in self.flags.values():
             flags.reset()
         self.board.reset()
+
+    def carrier(
+        self, device: CudaDevice, joins: Mapping[int, tuple[int, ...]], clock: Clock | None
+    ) -> FlagCarrier:
+        """What carries tensors while the graph of a GPU is captured."""
+        return FlagCarrier(self, device, joins, clock)
+
+    def lane(self, transfer: int) -> int:
+        """Which of its sender's streams carries a transfer."""
+        return lane_of(self.schedule.transfers[transfer])
 
     def target(self, transfer: int) -> Any:
         """Where the sender of a transfer puts it."""
@@ -121,15 +135,6 @@ class PeerChannels:
     def flag(self, transfer: int) -> Any:
         """Flag of a transfer, on its receiver."""
         return self.flags[self.schedule.transfers[transfer].dst].counter(transfer)
-
-    def _make_buffers(self, layouts: Mapping[int, Any], torch_device: Any) -> None:
-        """Receive buffers of one device: each has its own place, all step long."""
-        pieces = Packing({transfer: num_span_bytes(like) for transfer, like in layouts.items()})
-        memory = torch.empty(pieces.num_bytes, dtype=torch.uint8, device=torch_device)
-        for transfer, like in layouts.items():
-            buffer = pieces.cut(memory, transfer, like)
-            is_empty = buffer is None
-            self.buffers[transfer] = empty_like_layout(like, torch_device) if is_empty else buffer
 
     def _make_board(
         self, devices: Mapping[int, CudaDevice], layouts: Mapping[int, Any]
@@ -179,6 +184,17 @@ class PeerChannels:
         torch.cuda.synchronize(device.torch_device)
 
 
+def receive_buffers(layouts: Mapping[int, Any], torch_device: Any) -> dict[int, Any]:
+    """Receive buffers of one device by transfer: each has its own place, all step long."""
+    pieces = Packing({transfer: num_span_bytes(like) for transfer, like in layouts.items()})
+    memory = torch.empty(pieces.num_bytes, dtype=torch.uint8, device=torch_device)
+    found = {}
+    for transfer, like in layouts.items():
+        buffer = pieces.cut(memory, transfer, like)
+        found[transfer] = empty_like_layout(like, torch_device) if buffer is None else buffer
+    return found
+
+
 class FlagCarrier:
     """Sends and receives of one device while its graph is captured.
 
@@ -191,7 +207,7 @@ class FlagCarrier:
 
     def __init__(
         self,
-        mailroom: PeerChannels,
+        mailroom: PeerChannels | RankChannels,
         device: CudaDevice,
         joins: Mapping[int, tuple[int, ...]],
         clock: Clock | None = None,
@@ -216,7 +232,7 @@ class FlagCarrier:
         if buffer.numel() == 0:
             self._joined.add(transfer)
             return
-        lane = lane_of(self._mailroom.schedule.transfers[transfer])
+        lane = self._mailroom.lane(transfer)
         if lane not in self._sides:
             self._sides[lane] = torch.cuda.Stream(self._device.torch_device, priority=SIDE_PRIORITY)
             self._pending[lane] = deque()
@@ -254,8 +270,9 @@ class FlagCarrier:
         """
         if not self._awaited:
             return False
-        for transfer in self._mailroom.await_on(self._device.index, self._awaited):
-            self._mailroom.fetch(transfer)
+        mailroom = cast("PeerChannels", self._mailroom)
+        for transfer in mailroom.await_on(self._device.index, self._awaited):
+            mailroom.fetch(transfer)
             if self._clock is not None:
                 self._clock.stamp("sent", transfer)
         self._awaited = []
@@ -266,7 +283,7 @@ class FlagCarrier:
 
         From then on the ops come after the push, and its tensor's memory can serve them.
         """
-        lane = lane_of(self._mailroom.schedule.transfers[transfer])
+        lane = self._mailroom.lane(transfer)
         while transfer not in self._joined:
             self._join_first(lane)
 
