@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.step_capture.checks import Runner
 from torch import nn
@@ -68,6 +68,7 @@ class Writing(nn.Module):
 
 
 @settings(max_examples=25)
+@example([(1, 3, 5, 0), (0, 0, 0, 4)], False)  # a mask through a transposed view
 @given(st.lists(STEPS, min_size=1, max_size=6), st.booleans())
 def test_any_order_of_writes_and_reads_is_as_in_eager_mode(
     steps: list[tuple[int, int, int, int]], has_buffer: bool

@@ -202,6 +202,15 @@ def _supported_kwargs(node: Node, target: Any) -> dict[str, Any]:
     return {k: v for k, v in node.kwargs.items() if k in known}
 
 
+# Writes whose functional forms give contiguous results, whatever the layout of what is written:
+# what else is a view of it would then not fit.
+_LOSE_LAYOUT = {
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
+    aten.masked_scatter_.default: aten.masked_scatter.default,
+}
+
+
 class _Writes:
     """Writes of a graph that are not plain, with views of what they write.
 
@@ -275,7 +284,11 @@ class _Writes:
             tagger.fixed = node.meta.get("tag")
             if node in self.inside:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), now.__getitem__)
-                now[node] = node.target(*args, **kwargs)
+                loses = _LOSE_LAYOUT.get(node.target)
+                if loses is None:
+                    now[node] = node.target(*args, **kwargs)
+                else:
+                    now[node] = aten.copy_.default(args[0], loses(*args, **kwargs))
             else:  # a copy keeps what is there now
                 found += [aten.clone.default(now[each]) for each in self.reads[node]]
             for made in () if graph is None else reversed(graph.nodes):
