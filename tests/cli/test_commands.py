@@ -56,6 +56,7 @@ def test_compare_json_has_the_fixed_form(folder: Path) -> None:
         "mincut",
         "mincut-repaired",
         "random",
+        "climb",
         "search",
         "exact",
     ]
