@@ -19,7 +19,8 @@ from devplace.run.ranks.group import Group, several_processes
 
 _MADE_FOR = (
     "Capture the model, batch, loss and optimizer that it was made for, with the same "
-    "micro_batches, batch_dims, clip_grad_norm, autocast, stack_gradients and fuse, or plan again."
+    "micro_batches, batch_dims, clip_grad_norm, autocast, stack_gradients, fuse and recompute, or "
+    "plan again."
 )
 
 

@@ -199,7 +199,7 @@ def _traced(
     request: CaptureRequest, progress: Progress | None, rehearsed: Frames | None = None
 ) -> tuple[TracedStep, torch.fx.GraphModule]:
     """Rehearse the step, unless it was, and trace it."""
-    tagger = Tagger(request.model, progress)
+    tagger = Tagger(request.model, progress, request.recompute)
     step = TracedStep(request, tagger, rehearsed=rehearsed)
     with torch.inference_mode(False), undisturbed():
         flat = _fakes(step)
@@ -345,7 +345,7 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
         step.compared = compared_graph(gm, step)
         drop_last_results(gm.graph, len(step.extra))
     if step.request.recompute:
-        recompute_blocks(gm.graph, step.request.recompute)
+        recompute_blocks(gm.graph)
     if step.request.stack_gradients:
         stack(gm.graph)
         clean(gm.graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Tag(NamedTuple):
     """Origin of a node; `module` is `UNKNOWN` until it is taken from the node's inputs.
 
     Random ops have the position of their `draw` in the step; ops of one position draw the same.
+    `block` numbers calls of blocks that are computed again; -1: the node is in none.
     """
 
     stage: Stage
@@ -43,6 +44,7 @@ class Tag(NamedTuple):
     line: str = ""
     micro_batch: int = -1
     draw: int = -1
+    block: int = -1
 
 
 @cache
@@ -101,7 +103,10 @@ class Tagger:
     """
 
     def __init__(
-        self, model: torch.nn.Module, progress: Callable[[str, int], None] | None = None
+        self,
+        model: torch.nn.Module,
+        progress: Callable[[str, int], None] | None = None,
+        blocks: Sequence[str] = (),
     ) -> None:
         self.module_names = {id(m): name for name, m in model.named_modules()}
         self.stage: Stage = "forward"
@@ -110,8 +115,10 @@ class Tagger:
         self.fixed: Tag | None = None
         self.draws = Draws()
         self.newest: Tag | None = None
-        self._stack: list[tuple[str, int]] = [("", 0)]
+        self._stack: list[tuple[str, int, int]] = [("", 0, -1)]  # module, its call, block
         self._calls: dict[str, int] = {}
+        self._blocks = tuple(blocks)
+        self._block_calls = 0
         self._by_sequence: dict[int, Tag] = {}
         self._progress = progress
         self._count = 0
@@ -119,7 +126,7 @@ class Tagger:
     def restart(self) -> None:
         """Forget the calls so far: what comes is the run to be tagged."""
         self.stage, self.micro_batch, self.owner = "forward", -1, None
-        self._stack, self._calls = [("", 0)], {}
+        self._stack, self._calls, self._block_calls = [("", 0, -1)], {}, 0
         self.draws = Draws()  # the rehearsal has left torch's generator elsewhere
         self.draws.start()
 
@@ -139,12 +146,15 @@ class Tagger:
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         name = self.module_names.get(id(module))
         if name is None:
-            name = self._stack[-1][0]
-            self._stack.append((name, self._stack[-1][1]))
+            self._stack.append(self._stack[-1])
             return
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
-        self._stack.append((name, call))
+        block = self._stack[-1][2]
+        if block < 0 and any(b in ("", name) or name.startswith(f"{b}.") for b in self._blocks):
+            block = self._block_calls
+            self._block_calls += 1
+        self._stack.append((name, call, block))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if len(self._stack) > 1:
@@ -168,8 +178,8 @@ class Tagger:
             if forward is not None:
                 return forward._replace(stage="backward")
             return Tag("backward", UNKNOWN, 0, "", self.micro_batch)
-        module, call = self._stack[-1]
-        tag = Tag("forward", module, call, user_line(), self.micro_batch)
+        module, call, block = self._stack[-1]
+        tag = Tag("forward", module, call, user_line(), self.micro_batch, block=block)
         # The newest autograd node was made for this op, or for an earlier one which keeps it.
         self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, tag)
         return tag

@@ -192,6 +192,9 @@ def test_blocks_are_the_outermost_repeated_modules() -> None:
         (True, "repeats nothing"),
         (["middel"], "Did you mean 'middle'"),
         ("middle", "names of modules"),
+        (None, "names of modules"),
+        (3, "names of modules"),
+        ([["middle"]], "names no module"),
     ],
 )
 def test_what_cannot_be_computed_again_is_refused(wanted: Any, says: str) -> None:
@@ -199,6 +202,52 @@ def test_what_cannot_be_computed_again_is_refused(wanted: Any, says: str) -> Non
     model.middle = nn.Linear(4, 4)
     with pytest.raises(CaptureError, match=says):
         named_blocks(model, wanted)
+
+
+class Again(nn.Module):
+    """One block, called some times in a row: as a loop, or as entries of a list."""
+
+    def __init__(self, calls: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()] * calls)
+        self.last = self.blocks[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_stands_in_a_list_twice_is_repeated() -> None:
+    """Its first name is the one that counts, whichever is given."""
+    model = Again(2)
+    assert named_blocks(model, True) == ("blocks.0",)
+    assert named_blocks(model, ["last", "blocks.1", "blocks.0"]) == ("blocks.0",)
+
+
+def test_every_call_of_a_block_keeps_its_own_input() -> None:
+    """Calls in a row are as so many blocks, and lists as their members."""
+    torch.manual_seed(0)
+    model, one = Again(12).double(), 6 * 16 * 8
+    graph = capture(model, rows()[0], squared, sgd(model), recompute=True)
+    assert kept_bytes(graph) <= 26 * one
+    losses = [trained(model, rows(), recompute=again)[0] for again in (False, True)]
+    assert losses[0] == losses[1]
+    several = chain(blocks=12)
+    given = [
+        capture(several, rows()[0], squared, sgd(several), recompute=again)
+        for again in (True, ["blocks"])
+    ]
+    assert kept_bytes(given[0]) == kept_bytes(given[1])
+
+
+def test_the_whole_model_can_be_computed_again() -> None:
+    """Nothing but what its call gives is kept, and what the loss keeps."""
+    model = chain(blocks=4)
+    graph = capture(model, rows()[0], squared, sgd(model), recompute=[""])
+    assert kept_bytes(graph) <= 3 * 6 * 16 * 8
+    losses = [trained(model, rows(), recompute=again)[0] for again in (False, [""])]
+    assert losses[0] == losses[1]
 
 
 def test_nothing_happens_without_a_backward_pass() -> None:

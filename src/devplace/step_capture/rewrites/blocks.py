@@ -8,7 +8,7 @@ pass does not read is not computed again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -29,24 +29,26 @@ def named_blocks(model: nn.Module, wanted: bool | Sequence[str]) -> tuple[str, .
 
     Args:
         model: The model.
-        wanted: Their names, or True for the repeated ones: members, with modules of their own, of a
+        wanted: Their names (of a list that is not called, its members count), or True for the repeated ones: members, with modules of their own, of a
             ModuleList or Sequential that holds several of their class. Of nested ones the outermost
             counts, but not a list of blocks.
 
     Raises:
         CaptureError: A name that the model does not have; or True, and nothing is repeated.
     """
-    modules = dict(model.named_modules())
     if wanted is False:
         return ()
+    modules = dict(model.named_modules(remove_duplicate=False))
     if wanted is not True:
-        if isinstance(wanted, str):
+        if isinstance(wanted, str | bytes) or not isinstance(wanted, Iterable):
             raise CaptureError(f"recompute must be True, False or names of modules: {wanted!r}.")
-        unknown = [name for name in wanted if name not in modules]
+        names = list(wanted)
+        unknown = [name for name in names if not (isinstance(name, str) and name in modules)]
         if unknown:
             hint = did_you_mean(str(unknown[0]), modules)
             raise CaptureError(f"recompute names no module of the model: {unknown[0]!r}.{hint}")
-        return tuple(wanted)
+        first = {id(module): name for name, module in model.named_modules()}
+        return tuple(dict.fromkeys(first[id(modules[name])] for name in names))
     found: list[str] = []
     for name in _members(model):
         is_list = isinstance(modules[name], _LISTS) and any(_members(modules[name]))
@@ -64,15 +66,14 @@ def _members(model: nn.Module) -> Iterator[str]:
     """Names of modules with modules of their own that stand in a list beside one of their class."""
     for name, module in model.named_modules():
         if isinstance(module, _LISTS):
-            members = dict(module.named_children())
-            count = Counter(type(each) for each in members.values())
-            for key, each in members.items():
+            count = Counter(type(each) for each in module)
+            for key, each in module.named_children():  # one that stands there twice comes once
                 if count[type(each)] > 1 and any(each.children()):
                     yield f"{name}.{key}" if name else key
 
 
-def recompute_blocks(graph: torch.fx.Graph, blocks: Sequence[str]) -> None:
-    """Let the backward pass read copies of what the forward pass computes in these modules.
+def recompute_blocks(graph: torch.fx.Graph) -> None:
+    """Let the backward pass read copies of what the forward pass computes in tagged blocks.
 
     What the forward pass reads of a block elsewhere, its outputs, is kept. Copies of a call of a
     block stand before the first op that reads one, in stage `backward`; the rest of their tags, and
@@ -80,33 +81,22 @@ def recompute_blocks(graph: torch.fx.Graph, blocks: Sequence[str]) -> None:
 
     Args:
         graph: A captured step, functional and clean, with `val` and `tag` of every node.
-        blocks: Names of modules.
 
     Complexity: O(V + E).
     """
     readers = Readers(graph)
-    for call in reversed(_calls(graph, blocks)):  # later blocks read what earlier ones keep
+    for call in reversed(_calls(graph)):  # later blocks read what earlier ones keep
         _copy(graph, readers, call)
     remove_dead(graph)
 
 
-def _calls(graph: torch.fx.Graph, blocks: Sequence[str]) -> list[list[Node]]:
+def _calls(graph: torch.fx.Graph) -> list[list[Node]]:
     """Forward nodes of each call of each block, in order."""
-    found: list[list[Node]] = []
-    before: tuple[str, int] | None = None
+    found: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or is_late(node):
-            continue
-        tag = node.meta["tag"]
-        inside = (b for b in blocks if tag.module == b or tag.module.startswith(f"{b}."))
-        block = next(inside, None)
-        now = None if block is None else (block, tag.micro_batch)
-        if now is not None:
-            if now != before:
-                found.append([])
-            found[-1].append(node)
-        before = now
-    return found
+        if node.op == "call_function" and not is_late(node) and node.meta["tag"].block >= 0:
+            found.setdefault(node.meta["tag"].block, []).append(node)
+    return [found[number] for number in sorted(found)]
 
 
 def _copy(graph: torch.fx.Graph, readers: Readers, call: Sequence[Node]) -> None:
