@@ -29,9 +29,10 @@ def named_blocks(model: nn.Module, wanted: bool | Sequence[str]) -> tuple[str, .
 
     Args:
         model: The model.
-        wanted: Their names (of a list that is not called, its members count), or True for the repeated ones: members, with modules of their own, of a
-            ModuleList or Sequential that holds several of their class. Of nested ones the outermost
-            counts, but not a list of blocks.
+        wanted: Their names (of a list that is not called, its members count), or True for the
+            repeated ones: members, with modules of their own, of a ModuleList or Sequential that
+            holds several of their class. Of nested ones the outermost counts, but not a list of
+            blocks.
 
     Raises:
         CaptureError: A name that the model does not have; or True, and nothing is repeated.
