@@ -62,8 +62,8 @@ def make_optimizer(text: str, parameters: Sequence[Any]) -> Any:
         raise InputError(f"torch {torch.__version__} has no optimizer {_BY_NAME[name]}.")
     try:
         return made(parameters, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise InputError(
             f"torch.optim.{made.__name__} does not take --optimizer {text}: {reason}."
         ) from error

@@ -24,12 +24,15 @@ from devplace.cli.session import (
 )
 from devplace.cli.trust import remember
 from devplace.errors import InputError, WriteError
-from devplace.placers import Budget, Placer, Result
+from devplace.placers import Budget, Evaluator, Placer, Result
 from devplace.placers.infeasible import infeasible
+from devplace.problem import Placement, Problem
 from devplace.report import Skipped
 from devplace.simulator.bounds import LowerBound, lower_bound
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from devplace.auto.confirm import Confirmation
 
 CONFIRM_SECONDS = 60.0
@@ -395,8 +398,46 @@ def _placer(name: str) -> Placer:
             f"{name} gave {made!r}, which is no placer: one has a text `name`, `supports(problem)` "
             f"and `__call__(problem, evaluate, rng)`. docs/guides/add-a-placer.md shows one."
         )
-    placer: Placer = made
-    return placer
+    own: Placer = made
+    return own if type(own).__module__.startswith("devplace.") else _OwnPlacer(own, name)
+
+
+@dataclass(frozen=True)
+class _OwnPlacer:
+    """A placer of the user's: what it prints goes to stderr, its errors are bad input."""
+
+    placer: Placer
+    spec: str
+
+    @property
+    def name(self) -> str:
+        return self.placer.name
+
+    @property
+    def start(self) -> Placement | None:
+        return getattr(self.placer, "start", None)
+
+    def supports(self, problem: Problem) -> str:
+        with self._watched("asking whether it supports the problem"):
+            return self.placer.supports(problem)
+
+    def __call__(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> Placement:
+        with self._watched("placing"):
+            found = self.placer(problem, evaluate, rng)
+        if not isinstance(found, Placement):
+            raise InputError(
+                f"{self.spec}: a placer must give a devplace.Placement, got {repr(found)[:60]}."
+            )
+        return found
+
+    @contextmanager
+    def _watched(self, doing: str) -> Iterator[None]:
+        from devplace.workloads.user import own_errors
+
+        with prints_on_stderr(), own_errors(self.spec, doing):
+            yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from devplace.errors import InputError, did_you_mean
+from devplace.errors import DevplaceError, InputError, did_you_mean
 from devplace.workloads.workload import Workload, check_batch, check_size
 
 _KEYWORDS = ("size", "batch", "device")
@@ -88,6 +88,25 @@ def made_by(spec: str) -> Any:
     with _own_arguments(path):
         function = _function(_import(path), path, function_name)
         return _call(function, {}, path, 0, "cpu", False)
+
+
+@contextmanager
+def own_errors(spec: str, doing: str) -> Iterator[None]:
+    """Errors of code that a function of the user's gave, as bad input.
+
+    Args:
+        spec: As for `load`.
+        doing: What was done, for the message.
+
+    Raises:
+        InputError: The code raised; says where.
+    """
+    try:
+        yield
+    except DevplaceError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _user_error(_split(spec)[0], error, doing) from error
 
 
 def _split(spec: str) -> tuple[Path, str]:
