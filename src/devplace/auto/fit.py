@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from devplace.auto.largest_batch import LargestBatch, largest_batch
@@ -16,7 +16,7 @@ from devplace.placers import Budget, Even, Greedy, Layers, Search, Single
 from devplace.placers.colocation_groups import accelerators
 from devplace.placers.margin_retry import Found, search
 from devplace.placers.modules import module_chain
-from devplace.placers.orders import in_trace_order
+from devplace.placers.orders import other_orders
 from devplace.placers.simple.even import even_split
 from devplace.placers.simple.layers import layers_over
 from devplace.placers.simple.single import all_on
@@ -51,7 +51,7 @@ class Way:
     devices: tuple[str, ...] = ()
     step_ns: int = 0
     peak_bytes: int = 0
-    missing_bytes: Mapping[str, int] | None = None
+    missing_bytes: dict[str, int] = field(default_factory=dict)
     is_proved: bool = False
     reason: str = ""
 
@@ -86,16 +86,26 @@ class Fit:
     largest: tuple[LargestBatch, ...] = ()
 
     @property
-    def best(self) -> Way | None:
-        """Of the ways that fit the one with the fewest devices, then the fastest."""
+    def leanest(self) -> Way | None:
+        """Of the ways that fit the one with the fewest devices; of several as it is, or the
+        fastest."""
         fitting = [way for way in self.ways if way.fits]
-        return min(fitting, key=lambda way: (len(way.devices), way.step_ns), default=None)
+        return min(
+            fitting,
+            key=lambda way: (len(way.devices), way is not self.ways[0], way.step_ns),
+            default=None,
+        )
+
+    @property
+    def best(self) -> Way | None:
+        """As it is, if that fits, else the leanest."""
+        return self.ways[0] if self.ways[0].fits else self.leanest
 
     @property
     def nearest(self) -> Way:
         """Of the ways that do not fit the one that misses least."""
         missing = [way for way in self.ways if way.missing_bytes]
-        return min(missing, key=lambda way: sum((way.missing_bytes or {}).values()))
+        return min(missing, key=lambda way: sum(way.missing_bytes.values()))
 
     def slower(self, way: Way) -> float:
         """How much longer a step takes than as it is on one device that had the memory: 0.14 is
@@ -203,7 +213,8 @@ def _same_for_all(problem: Problem) -> list[Placement]:
 
 def _excess(problem: Problem, placement: Placement) -> list[int]:
     """Bytes over the limit of each device and pool, in the order that needs least memory."""
-    timeline, wires = simulate(problem, in_trace_order(problem, placement)), problem.core.wires
+    leanest = other_orders(problem, placement)[-1]
+    timeline, wires = simulate(problem, leanest), problem.core.wires
     over = timeline.peak_bytes - wires.limit_bytes
     return [*over.tolist(), *(timeline.pool_peak_bytes - wires.pool_limit_bytes).tolist()]
 

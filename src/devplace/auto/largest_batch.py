@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from devplace.auto.step_variants import StepVariants
 from devplace.errors import CaptureError
@@ -11,6 +11,9 @@ from devplace.graph import Captured
 from devplace.simulator import Timeline
 
 MAX_TRIES = 3
+FURTHER = 8
+"""How many times the given batch the second is. In batches of a few rows the update may need more
+memory than the forward pass kept, and the peak hardly grows."""
 
 Excess = Sequence[Sequence[int]]
 """Of some placements the bytes over the limit (below it: negative) of each device and pool; first
@@ -24,7 +27,8 @@ class LargestBatch:
     Attributes:
         recompute: Whether repeated blocks are computed again in the backward pass.
         rows: Rows of it; 0 if not even one fits, or none was found.
-        row_bytes: Memory that each further row takes, on one device.
+        row_bytes: Memory that each further row takes on one device: the mean up to `FURTHER` times
+            the given batch.
         step_ns: Predicted time of its step; 0 if it was not captured.
         is_checked: Whether a step with so many rows was captured, and fits (for 0: one with one
             row was, and does not). If not, `rows` is an estimate.
@@ -47,9 +51,9 @@ def largest_batch(
 ) -> LargestBatch:
     """Find the largest batch.
 
-    The memory of a device is a straight line in the rows, as long as placement and ops stay the
-    same. It is drawn through the given batch and twice as many rows; the batch at which it meets the
-    limit is captured, and the line drawn anew through that if it did not hold.
+    Where placement and ops stay the same, the memory of a device is the largest of some straight
+    lines in the rows. One is drawn through the given batch and a larger one; the batch at which it
+    meets the limit is captured, and then a line is drawn through that and the nearest one known.
 
     Args:
         steps: The step.
@@ -59,57 +63,49 @@ def largest_batch(
     """
     try:
         few = steps.rows
-        less = excess(steps.capture(recompute))
-        rows = 2 * few
-        more = excess(steps.capture(recompute, rows=rows))
+        known = {few: excess(steps.capture(recompute))}
+        known[FURTHER * few] = excess(steps.capture(recompute, rows=FURTHER * few))
     except CaptureError as error:
         return LargestBatch(recompute, reason=str(error))
-    first = zip(less[0], more[0], strict=True)
-    row_bytes = -(min(before - after for before, after in first) // few)
+    grown = zip(known[few][0], known[FURTHER * few][0], strict=True)
+    row_bytes = max(after - before for before, after in grown) // ((FURTHER - 1) * few)
     found = LargestBatch(recompute, row_bytes=row_bytes)
-    tried: set[int] = set()
+    tried: list[int] = []
     while len(tried) < MAX_TRIES:
-        wanted = _meets_limit((few, less), (rows, more))
+        about = tried[-1] if tried else few
+        near, far = sorted(sorted(known, key=lambda rows: (abs(rows - about), rows))[:2])
+        wanted = _meets_limit(near, known[near], far, known[far])
         if wanted is None:
-            reason = "memory does not grow with the batch"
-            return found if found.is_checked else LargestBatch(recompute, reason=reason)
-        if wanted in tried or (found.is_checked and wanted <= found.rows):
+            return replace(found, reason="memory does not grow with the batch")
+        if wanted in tried or wanted <= found.rows:
             break
-        tried.add(wanted)
+        tried.append(wanted)
         try:
-            graph = steps.capture(recompute, rows=0 if wanted == steps.rows else wanted)
+            graph = steps.capture(recompute, rows=0 if wanted == few else wanted)
         except CaptureError as error:
-            return found if found.is_checked else _estimate(found, wanted, str(error))
+            return found if found.is_checked else replace(found, rows=wanted, reason=str(error))
         timeline = nearest(graph)
         if timeline.is_feasible:
             found = LargestBatch(recompute, wanted, row_bytes, timeline.makespan_ns, True)
         elif wanted == 1:
-            return LargestBatch(recompute, row_bytes=row_bytes, is_checked=True)
-        if wanted != few:
-            rows, more = wanted, excess(graph)
+            return replace(found, is_checked=True)
+        known[wanted] = excess(graph)
     if found.is_checked:
         return found
-    reason = f"the steps captured with {', '.join(map(str, sorted(tried)))} rows do not fit"
-    return _estimate(found, min(tried) - 1, reason)
+    reason = f"steps captured with {', '.join(map(str, sorted(tried)))} rows do not fit"
+    return replace(found, rows=min(tried) - 1, reason=reason)
 
 
-def _estimate(found: LargestBatch, rows: int, reason: str) -> LargestBatch:
-    return LargestBatch(found.recompute, rows, found.row_bytes, reason=reason)
-
-
-def _meets_limit(less: tuple[int, Excess], more: tuple[int, Excess]) -> int | None:
+def _meets_limit(few: int, before: Excess, many: int, after: Excess) -> int | None:
     """Most rows, at least 1, at which one of the placements is within all limits, by straight lines
     through two batches; None if memory does not grow."""
-    (few, before), (many, after) = less, more
-    found = [
-        min(
-            (few + -low * (many - few) // (high - low) for low, high in rows if high > low),
-            default=None,
-        )
-        for rows in (list(zip(*pair, strict=True)) for pair in zip(before, after, strict=True))
-        if all(high > low or low <= 0 for low, high in rows)
-    ]
-    growing = [rows for rows in found if rows is not None]
-    if found and len(growing) < len(found):
-        return None
-    return max(1, *growing) if growing else 1
+    most = 1
+    for least, larger in zip(before, after, strict=True):
+        pairs = list(zip(least, larger, strict=True))
+        if any(low == high > 0 for low, high in pairs):
+            continue  # over the limit with any batch
+        growing = [few + -low * (many - few) // (high - low) for low, high in pairs if high > low]
+        if not growing:
+            return None
+        most = max(most, min(growing))
+    return most
