@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from devplace.auto.fit import Fit, fit
+from devplace.auto.fit import Fit, fit, fit_steps
+from devplace.auto.planning import find_target
+from devplace.auto.step_variants import StepVariants
 from devplace.errors import CaptureError
 from devplace.units import SIZE_UNITS
 
@@ -30,13 +32,13 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def tall(rows: int = ROWS) -> tuple[Any, ...]:
-    """Much to keep, few weights: 2 x 16 activations, 8.4 MB, and 16 x 16 KiB of weights.
+def tall(rows: int = ROWS, blocks: int = BLOCKS) -> tuple[Any, ...]:
+    """Much to keep, few weights: of 16 blocks 32 activations, 8.4 MB, and 16 x 16 KiB of weights.
 
     Computing blocks again keeps 16 activations, 4.2 MB, and what one block needs at a time.
     """
     with torch.device("meta"):
-        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        model = nn.Sequential(*(Block() for _ in range(blocks)))
         x = torch.empty(rows, TOKENS, WIDTH)
     return model, (x,), lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -51,17 +53,23 @@ def wide() -> tuple[Any, ...]:
     return model, (x,), lambda m, x: m(x).sum(), torch.optim.Adam(model.parameters())
 
 
+def limits(count: int, limit: int) -> dict[str, int]:
+    """So much memory for so many GPUs."""
+    return {f"cuda:{index}": limit for index in range(count)}
+
+
 def on(step: tuple[Any, ...], count: int, limit: int) -> Fit:
-    """The step on so many GPUs with so much memory each."""
-    limits = {f"cuda:{index}": limit for index in range(count)}
-    return fit(*step, machine=f"k40x{count}", limits=limits, evaluations=50)
+    """The step on so many GPUs with so much memory each; without largest batches."""
+    target = find_target(f"k40x{count}", limits(count, limit), device="cpu")
+    return fit_steps(StepVariants(*step), target, evaluations=50)
 
 
 def test_a_step_with_room_fits_as_it_is_on_one_device() -> None:
     """12 MB are enough for all that is kept, with weights and gradients."""
     found = on(tall(), 2, 12 * MB)
     first = found.ways[0]
-    assert first.fits and found.best is first
+    assert first.fits
+    assert found.best is first
     assert first.devices == ("cuda:0",)
     assert first.peak_bytes >= 2 * BLOCKS * KEPT
     assert found.slower(first) == 0
@@ -74,11 +82,14 @@ def test_a_step_that_fits_only_with_recompute() -> None:
     as_it_is, recompute, chunks, both = found.ways
     assert as_it_is.missing_bytes["cuda:0"] >= 2 * BLOCKS * KEPT - 8 * MB
     assert as_it_is.missing_bytes["cuda:0"] == as_it_is.peak_bytes - 8 * MB
-    assert recompute.fits and BLOCKS * KEPT <= recompute.peak_bytes <= 8 * MB
+    assert recompute.fits
+    assert BLOCKS * KEPT <= recompute.peak_bytes <= 8 * MB
     assert found.best is recompute
     assert found.slower(recompute) > 0
-    assert "micro-batches" in chunks.reason and "micro-batches" in both.reason
-    assert not chunks.fits and not both.fits
+    assert "micro-batches" in chunks.reason
+    assert "micro-batches" in both.reason
+    assert not chunks.fits
+    assert not both.fits
 
 
 def test_recompute_spares_a_device() -> None:
@@ -95,8 +106,10 @@ def test_a_step_that_needs_two_devices() -> None:
     with half of the gradients fit on two."""
     found = on(wide(), 4, 48 * MB // 10)
     as_it_is, recompute, *_ = found.ways
-    assert as_it_is.fits and len(as_it_is.devices) == 2
-    assert recompute.fits and len(recompute.devices) == 2
+    assert as_it_is.fits
+    assert len(as_it_is.devices) == 2
+    assert recompute.fits
+    assert len(recompute.devices) == 2
 
 
 def test_a_step_that_fits_nowhere() -> None:
@@ -108,26 +121,32 @@ def test_a_step_that_fits_nowhere() -> None:
     for way in found.ways[:2]:
         assert way.is_proved
         assert sum(way.missing_bytes.values()) >= static - 6 * MB
-    assert found.largest[0].rows == 0 and found.largest[0].is_checked
+
+
+def test_not_even_one_row_may_fit() -> None:
+    """Where the weights do not fit, a batch of one row is tried, and does not either."""
+    found = fit(*wide(), machine="k40x2", limits=limits(2, 3 * MB), evaluations=50)
+    assert [(each.rows, each.is_checked) for each in found.largest] == [(0, True)] * 2
 
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_row_does_not(which: int) -> None:
     """On one GPU, as it is and computing blocks again: found by brute force."""
-    limit = 20 * MB
-    largest = on(tall(), 1, limit).largest[which]
-    assert largest.is_checked and largest.recompute == bool(which)
-    assert on(tall(largest.rows), 1, limit).ways[which].fits
-    assert not on(tall(largest.rows + 1), 1, limit).ways[which].fits
+    limit, blocks = 5 * MB, 4
+    found = fit(*tall(2, blocks), machine="k40x1", limits=limits(1, limit)).largest[which]
+    assert found.is_checked
+    assert found.recompute == bool(which)
+    assert on(tall(found.rows, blocks), 1, limit).ways[which].fits
+    assert not on(tall(found.rows + 1, blocks), 1, limit).ways[which].fits
 
 
 def test_a_row_takes_what_it_keeps() -> None:
     """Two activations of each block as it is; as many more rows fit as there is room for."""
-    largest = on(tall(), 1, 20 * MB).largest[0]
+    found = fit(*tall(), machine="k40x1", limits=limits(1, 20 * MB)).largest[0]
     row = 2 * BLOCKS * KEPT // ROWS
-    assert row <= largest.row_bytes < 1.25 * row
-    assert largest.rows <= 20 * MB // row
+    assert row <= found.row_bytes < 1.25 * row
+    assert 0 < found.rows <= 20 * MB // row
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
