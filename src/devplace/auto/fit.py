@@ -16,7 +16,7 @@ from devplace.placers import Budget, Even, Greedy, Layers, Search, Single
 from devplace.placers.colocation_groups import accelerators
 from devplace.placers.margin_retry import Found, search
 from devplace.placers.modules import module_chain
-from devplace.placers.orders import other_orders
+from devplace.placers.orders import held_back
 from devplace.placers.simple.even import even_split
 from devplace.placers.simple.layers import layers_over
 from devplace.placers.simple.single import all_on
@@ -213,7 +213,7 @@ def _same_for_all(problem: Problem) -> list[Placement]:
 
 def _excess(problem: Problem, placement: Placement) -> list[int]:
     """Bytes over the limit of each device and pool, in the order that needs least memory."""
-    leanest = other_orders(problem, placement)[-1]
+    *_, leanest = held_back(problem, placement)
     timeline, wires = simulate(problem, leanest), problem.core.wires
     over = timeline.peak_bytes - wires.limit_bytes
     return [*over.tolist(), *(timeline.pool_peak_bytes - wires.pool_limit_bytes).tolist()]
