@@ -34,6 +34,7 @@ _LAZY = {
     "load_plan": "devplace.plan",
     "parallelize": "devplace.auto.parallelize",
     "confirm": "devplace.auto.confirm",
+    "fit": "devplace.auto.fit",
     "fuse": "devplace.graph.fusion",
     "lower_bound": "devplace.simulator.bounds",
     "place": "devplace.placers",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         workloads,
     )
     from devplace.auto.confirm import confirm
+    from devplace.auto.fit import fit
     from devplace.auto.parallelize import parallelize
     from devplace.cost.analytic import Analytic
     from devplace.graph import Captured, OpGraph
@@ -101,6 +103,7 @@ __all__ = [
     "confirm",
     "cost",
     "errors",
+    "fit",
     "fuse",
     "graph",
     "load_machine",

@@ -56,32 +56,49 @@ def devplace() -> None:
     """
 
 
+_STEP_OPTIONS = [
+    click.argument("model"),
+    click.option("--seed", default=0, show_default=True, type=SEED),
+    click.option("--size", default="full", show_default=True, metavar="small|full"),
+    click.option("--batch", type=int, help="Samples per step; the model's own by default."),
+    click.option(
+        "--batch-dim",
+        multiple=True,
+        metavar="INPUT=DIM",
+        help="Dimension of an input's rows, as 1=1; mask=whole if it has none.",
+    ),
+    click.option(
+        "--compare-batches/--no-compare-batches",
+        default=True,
+        help="Refuse micro-batches that compute another loss than the whole batch (default).",
+    ),
+    click.option(
+        "--clip-grad-norm", type=float, metavar="NORM", help="Largest 2-norm of all gradients."
+    ),
+    click.option("--autocast", metavar="bfloat16", help="Dtype of the forward pass."),
+    click.option(
+        "--optimizer",
+        default="sgd",
+        show_default=True,
+        metavar="NAME[:OPTIONS]",
+        help="Of torch.optim, as adamw:lr=1e-3,weight_decay=0.1.",
+    ),
+    click.option(
+        "--limit", multiple=True, metavar="DEVICE=SIZE", help="Memory limit, as cuda:0=20GiB."
+    ),
+    click.option("--exclude", multiple=True, metavar="DEVICE", help="Do not use this device."),
+    click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that."),
+]
+"""What all commands take that capture a step."""
+
+
 def _problem_options(command: F) -> F:
     options = [
-        click.argument("model"),
         click.option("--machine", default="detect", show_default=True, metavar="NAME|FILE"),
         click.option("--budget", default="30s", show_default=True, metavar="30s|2000ev"),
-        click.option("--seed", default=0, show_default=True, type=SEED),
-        click.option("--size", default="full", show_default=True, metavar="small|full"),
-        click.option("--batch", type=int, help="Samples per step; the model's own by default."),
         click.option(
             "--micro-batches", default=1, show_default=True, type=int, help="Chunks of the batch."
         ),
-        click.option(
-            "--batch-dim",
-            multiple=True,
-            metavar="INPUT=DIM",
-            help="Dimension of an input's rows, as 1=1; mask=whole if it has none.",
-        ),
-        click.option(
-            "--compare-batches/--no-compare-batches",
-            default=True,
-            help="Refuse micro-batches that compute another loss than the whole batch (default).",
-        ),
-        click.option(
-            "--clip-grad-norm", type=float, metavar="NORM", help="Largest 2-norm of all gradients."
-        ),
-        click.option("--autocast", metavar="bfloat16", help="Dtype of the forward pass."),
         click.option(
             "--fuse/--no-fuse",
             default=None,
@@ -99,21 +116,11 @@ def _problem_options(command: F) -> F:
             help="Compute repeated blocks again in the backward pass: less memory, more time.",
         ),
         click.option(
-            "--optimizer",
-            default="sgd",
-            show_default=True,
-            metavar="NAME[:OPTIONS]",
-            help="Of torch.optim, as adamw:lr=1e-3,weight_decay=0.1.",
-        ),
-        click.option(
             "--objective",
             default="latency",
             show_default=True,
             metavar="latency|throughput",
             help="Time of one step, or largest device load when steps of many batches overlap.",
-        ),
-        click.option(
-            "--limit", multiple=True, metavar="DEVICE=SIZE", help="Memory limit, as cuda:0=20GiB."
         ),
         click.option(
             "--pin", multiple=True, metavar="PATTERN=DEVICE", help="As 'encoder.*=cuda:1'."
@@ -124,16 +131,21 @@ def _problem_options(command: F) -> F:
             type=click.Path(path_type=Path),
             help="Pins of a device map, after those of --pin.",
         ),
-        click.option("--exclude", multiple=True, metavar="DEVICE", help="Do not use this device."),
         click.option(
             "--cpu",
             "uses_cpu",
             is_flag=True,
             help="Ops may go to CPUs beside GPUs of this computer, too.",
         ),
-        click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that."),
+        *_STEP_OPTIONS,
     ]
     for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _step_options(command: F) -> F:
+    for option in reversed(_STEP_OPTIONS):
         command = option(command)
     return command
 
@@ -290,6 +302,23 @@ def compare(**values: Any) -> None:
         _request(values), values["placers"], values["budget"], values["seed"], _outputs(values)
     )
     _show(outcome, values["as_json"])
+
+
+@devplace.command()
+@_step_options
+@click.option("--machine", metavar="NAME|FILE", help="Default: detect, or only those of --cards.")
+@click.option(
+    "--cards", default="", metavar="a100x2,rtx4090x4", help="Compare these machines, too."
+)
+def fit(as_json: bool, machine: str | None, cards: str, **values: Any) -> None:
+    """Say whether a step of MODEL fits, on how many GPUs, and what it takes if not: blocks computed
+    again, micro-batches, a smaller batch. From shapes alone: nothing is allocated or run."""
+    from devplace.cli import fitting
+
+    machines = [name.strip() for name in cards.split(",") if name.strip()]
+    first = [machine or "detect"] if machine or not machines else []
+    values |= {"machine": [*first, *machines][0], "pin": (), "pins_from": None}
+    _show(fitting.fit(_request(values), [*first, *machines], values["seed"]), as_json)
 
 
 @devplace.command()

@@ -270,15 +270,8 @@ def _imported(request: PlanRequest) -> OpGraph:
 
 
 def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, Any, Captured]:
-    from devplace import workloads
-
     with prints_on_stderr(), working("loading torch and the model") as note:
-        workload = workloads.resolve(
-            request.model, size=request.size, batch=request.batch, device=lies_on
-        )
-        import torch
-
-        optimizer = None if workload.loss_fn is None else _optimizer(request, workload.model)
+        workload, optimizer = build_model(request, lies_on)
         note("capturing the step")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="micro_batches=")  # told below
@@ -288,14 +281,10 @@ def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, A
                 workload.loss_fn,
                 optimizer,
                 request.micro_batches,
-                batch_dims=request.batch_dims,
-                compare_batches=request.compare_batches,
-                clip_grad_norm=request.clip_grad_norm,
-                autocast=getattr(torch, request.autocast) if request.autocast else None,
                 stack_gradients=request.stack_gradients,
                 recompute=request.recompute,
-                name=request.model,
                 progress=lambda stage, count: note(f"{stage}: {count} nodes"),
+                **capture_options(request),
             )
     if graph.meta.get("unchecked"):
         print(
@@ -304,6 +293,34 @@ def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, A
             file=sys.stderr,
         )
     return workload, optimizer, graph
+
+
+def build_model(request: PlanRequest, lies_on: str) -> tuple[Any, Any]:
+    """The workload and its optimizer, which is None for an inference.
+
+    Args:
+        request: What is wanted.
+        lies_on: `meta`, or the device of model and inputs.
+    """
+    from devplace import workloads
+
+    workload = workloads.resolve(
+        request.model, size=request.size, batch=request.batch, device=lies_on
+    )
+    return workload, None if workload.loss_fn is None else _optimizer(request, workload.model)
+
+
+def capture_options(request: PlanRequest) -> dict[str, Any]:
+    """What of a request goes to `capture` as it is."""
+    import torch
+
+    return {
+        "batch_dims": request.batch_dims,
+        "compare_batches": request.compare_batches,
+        "clip_grad_norm": request.clip_grad_norm,
+        "autocast": getattr(torch, request.autocast) if request.autocast else None,
+        "name": request.model,
+    }
 
 
 def _optimizer(request: PlanRequest, model: Any) -> Any:

@@ -70,7 +70,7 @@ def comparison_table(
     single = single or best_single(problem, [result.timeline for result in found])
     unit = _unit(max((int(r.timeline.peak_bytes.max()) for r in found), default=0))
     title = f"{problem.graph.name} on {problem.machine.name}"
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("placer", overflow="fold")
     loads = [r for r in found if isinstance(r, ThroughputResult)]
     if loads:
@@ -134,7 +134,7 @@ def memory_table(timeline: Timeline) -> Table:
     heads = [_HEADS.get(name, name) for name in shown]
     unit = _unit(max((row.peak_bytes for row in rows), default=0))
     title = f"Memory at each device's peak, {unit}"
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("device", no_wrap=True)
     for name in (*heads, "peak", "limit"):
         table.add_column(name, justify="right")
@@ -167,9 +167,10 @@ def memory_json(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """An empty table as the command line shows them."""
     return Table(
-        title=Text(title),
+        title=Text(title) if title else None,
         title_justify="left",
         box=box.SIMPLE,
         pad_edge=False,

@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.errors import CaptureError
-from devplace.step_capture.micro_batches.cutting import BatchDims, cut_inputs
+from devplace.step_capture.micro_batches.cutting import BatchDims, cut_inputs, row_dims
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _MAX_OBJECTS = 1000
@@ -299,6 +299,48 @@ def make_batch(
             raise CaptureError(f"Inputs must be dense: {name!r} is {kind}. Make it a dense tensor.")
     sizes, dims = cut_inputs(names, leaves, micro_batches, batch_dims)
     return Batch(leaves, spec, names, sizes, dims)
+
+
+def num_rows(
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    batch_dims: BatchDims | None = None,
+) -> int:
+    """Rows of a batch.
+
+    Raises:
+        CaptureError: No input has rows, or inputs have different ones.
+    """
+    batch = make_batch(example_inputs, example_kwargs, 1, batch_dims)
+    return row_dims(batch.names, batch.leaves, batch_dims)[0]
+
+
+def with_rows(
+    rows: int,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    batch_dims: BatchDims | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The shapes of a batch with another number of rows: positional and keyword inputs, of which
+    those that have rows are on the meta device.
+
+    Raises:
+        CaptureError: No input has rows, or inputs have different ones.
+    """
+    batch = make_batch(example_inputs, example_kwargs, 1, batch_dims)
+    _, dims = row_dims(batch.names, batch.leaves, batch_dims)
+    leaves = [
+        leaf if dim is None else _with_length(leaf, dim, rows)
+        for leaf, dim in zip(batch.leaves, dims, strict=True)
+    ]
+    args, kwargs = pytree.tree_unflatten(leaves, batch.spec)
+    return args, kwargs
+
+
+def _with_length(leaf: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    index = torch.zeros(length, dtype=torch.int64, device="meta")
+    made = leaf.detach().to("meta").index_select(dim, index)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def leaf_names(prefix: str, tree: Any) -> list[str]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from devplace.errors import CaptureError
 from devplace.step_capture import capture
+from devplace.step_capture.batch import num_rows, with_rows
 
 
 class Rotated(nn.Module):
@@ -110,7 +111,7 @@ def test_the_first_op_that_differs_is_named_with_its_input() -> None:
     model = Masked().double()
     message = refused(model, square(4), error, 4)
     assert "the loss is" in message
-    assert "aten.add.Tensor at the model (test_batch_dims.py:39), of input '0', '1'" in (message)
+    assert "aten.add.Tensor at the model (test_batch_dims.py:40), of input '0', '1'" in (message)
 
 
 @pytest.mark.parametrize("length", [5, 4])
@@ -223,3 +224,25 @@ def test_it_is_said_where_it_is_not_compared() -> None:
         warnings.simplefilter("error")
         graph = capture(model, (x, x), F.mse_loss, sgd(model), 2, compare_batches=False)
     assert "unchecked" not in graph.meta
+
+
+def test_a_batch_gets_another_number_of_rows() -> None:
+    """What has rows has others, on the meta device, in the dimension they are in."""
+    mask, ids = torch.zeros(5, 5), torch.zeros(3, 2, 5, dtype=torch.int64)
+    inputs, kwargs = {"x": (torch.zeros(2, 5), 7), "mask": mask, "ids": ids}, None
+    dims = {"ids": 1}
+    assert num_rows(inputs, kwargs, dims) == 2
+    args, found = with_rows(9, inputs, kwargs, dims)
+    assert args == ()
+    assert found["x"][0].shape == (9, 5)
+    assert found["x"][0].is_meta
+    assert found["x"][1] == 7
+    assert found["ids"].shape == (3, 9, 5)
+    assert found["ids"].dtype == torch.int64
+    assert found["mask"] is mask
+
+
+def test_a_batch_without_rows_has_no_other_number() -> None:
+    """A number alone cannot be made larger."""
+    with pytest.raises(CaptureError, match="batch dimension"):
+        with_rows(9, (7,))

@@ -47,9 +47,6 @@ def cut_inputs(
 ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """Rows of each micro-batch (empty if there is one), and per leaf the dimension it is cut along.
 
-    The rows are those of the first input that `batch_dims` gives a dimension for, else of the first
-    tensor in its first dimension; what has as many in its first dimension is cut there.
-
     Raises:
         CaptureError: More micro-batches than rows, or a dimension that is not there.
     """
@@ -57,10 +54,31 @@ def cut_inputs(
         raise CaptureError(
             f"micro_batches must be an integer of at least 1, got {micro_batches!r}."
         )
-    given = _given(names, leaves, named_dims(batch_dims))
-    whole: tuple[int | None, ...] = (None,) * len(leaves)
     if micro_batches == 1:
-        return (), whole
+        _given(names, leaves, named_dims(batch_dims))  # refused even if nothing is cut
+        return (), (None,) * len(leaves)
+    rows, dims = row_dims(names, leaves, batch_dims)
+    if micro_batches > rows:
+        raise CaptureError(
+            f"A batch cannot be cut into more micro-batches than rows: {micro_batches} "
+            f"micro-batches, but the batch has {rows} rows. Use micro_batches <= {rows}."
+        )
+    small, larger = divmod(rows, micro_batches)
+    return tuple(small + 1 if i < larger else small for i in range(micro_batches)), dims
+
+
+def row_dims(
+    names: Sequence[str], leaves: Sequence[Any], batch_dims: BatchDims | None = None
+) -> tuple[int, tuple[int | None, ...]]:
+    """Rows of a batch, and per leaf the dimension they are in, or None.
+
+    The rows are those of the first input that `batch_dims` gives a dimension for, else of the first
+    tensor in its first dimension; what has as many in its first dimension has them there.
+
+    Raises:
+        CaptureError: No input has rows, or inputs have different ones.
+    """
+    given = _given(names, leaves, named_dims(batch_dims))
     first = next((k for k, dim in given.items() if dim is not None), None)
     if first is None:
         tensors = (k for k, leaf in enumerate(leaves) if _has_rows(leaf) and k not in given)
@@ -69,12 +87,7 @@ def cut_inputs(
         raise CaptureError(
             "micro_batches needs an input tensor with a batch dimension; none given."
         )
-    rows = leaves[first].shape[given.get(first) or 0]
-    if micro_batches > rows:
-        raise CaptureError(
-            f"A batch cannot be cut into more micro-batches than rows: {micro_batches} "
-            f"micro-batches, but the batch has {rows} rows. Use micro_batches <= {rows}."
-        )
+    rows = int(leaves[first].shape[given.get(first) or 0])
     for k, dim in given.items():
         if dim is not None and leaves[k].shape[dim] != rows:
             raise CaptureError(
@@ -82,11 +95,9 @@ def cut_inputs(
                 f"{leaves[k].shape[dim]} in dimension {dim}, {names[first]!r} has {rows}. Give "
                 f"the dimension of its rows in batch_dims, or None."
             )
-    small, larger = divmod(rows, micro_batches)
-    sizes = tuple(small + 1 if i < larger else small for i in range(micro_batches))
     usual = {k: 0 for k, leaf in enumerate(leaves) if _has_rows(leaf) and leaf.shape[0] == rows}
     dims = {**usual, **given}
-    return sizes, tuple(dims.get(k) for k in range(len(leaves)))
+    return rows, tuple(dims.get(k) for k in range(len(leaves)))
 
 
 def _has_rows(leaf: Any) -> bool:
