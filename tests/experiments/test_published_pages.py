@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,13 +109,8 @@ def test_every_system_tells_where_it_differs_and_on_what_it_was_tuned(pages: Any
     assert systems.tuned_on("hdp-strict") == set()
 
 
-def test_results_are_from_commits_that_there_are() -> None:
-    """Every run names one of the machines and commits of the file, and git knows the commit."""
-    root = Path(__file__).parents[2]
-    data = json.loads((root / "docs/results/published_tables.json").read_text())
+def test_runs_name_a_machine_of_the_file() -> None:
+    """Every run names one of the machines and commits that the file lists."""
+    results = Path(__file__).parents[2] / "docs/results/published_tables.json"
+    data = json.loads(results.read_text())
     assert {row["run"] for row in data["rows"]} <= set(range(len(data["runs"])))
-    if not (root / ".git").exists() or (root / ".git/shallow").exists():
-        pytest.skip("no history here")
-    for made in data["runs"]:
-        known = subprocess.run(["git", "cat-file", "-e", made["commit"]], cwd=root, check=False)
-        assert known.returncode == 0, made["commit"]

@@ -147,7 +147,7 @@ def capture(
     Warns:
         UserWarning: Micro-batches were not compared with the whole batch; says why.
 
-    Complexity: Linear, about 1 ms of CPU per op; more for micro-batches.
+    Complexity: Linear, 1 to 2 ms of CPU per op; more for micro-batches.
     """
     with _one_at_a_time:
         model, optimizer = unwrap(model), as_one(optimizer)

@@ -145,8 +145,6 @@ def test_memory_falls_where_the_order_is_kept() -> None:
 @pytest.mark.slow
 def test_losses_of_workloads_stay(name: str) -> None:
     """Bit for bit."""
-    if name not in workloads.NAMES:
-        pytest.skip(f"no workload {name}")
     losses = []
     for again in (False, True):
         workload = workloads.build(name, size="small", device="cpu")
