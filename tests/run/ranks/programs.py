@@ -105,9 +105,14 @@ def train(names: list[str], placers: list[str], devices: int, batch: str = "whol
     return found
 
 
-def failing(how: str, timeout_s: float) -> list[Any]:
-    """Three steps of `normed`, in the second of which rank 1 does something else than the rest."""
-    is_odd = os.environ["RANK"] == "1"
+def failing(how: str, timeout_s: float, odd: int = 1, poll_s: float = 0.5) -> list[Any]:
+    """Three steps of `normed`, in the second of which rank `odd` does something else than the rest,
+    which look at the others every `poll_s` seconds."""
+    from devplace.run.ranks import group
+
+    is_odd = os.environ["RANK"] == str(odd)
+    if not is_odd:
+        group.POLL_S = poll_s
     if is_odd and how == "absent":
         time.sleep(200)
     if is_odd and how == "torch":

@@ -55,6 +55,16 @@ def test_an_op_that_fails_ends_all(tmp_path: Any) -> None:
         assert one.seconds < found[rank].seconds + 20  # not only when messages time out
 
 
+def test_others_hear_from_the_process_that_holds_the_store(tmp_path: Any) -> None:
+    """The first process fails and ends; others, which look later, still learn from it why."""
+    found = launch(tmp_path, 3, "failing", how="shape", timeout_s=TIMEOUT_S, odd=0, poll_s=2.5)
+    assert [one.code for one in found] == [1, 1, 1]
+    assert found[0].error.startswith("InputError: Input '0' has shape [1, 2, 6, 6]")
+    for one in found[1:]:
+        cause = rf"RankError: .*rank 0 on host {HOST}: InputError: Input '0' has shape \[1, 2, 6, 6"
+        assert re.match(cause, one.error), one.error
+
+
 @pytest.mark.parametrize(
     ("how", "difference"),
     [

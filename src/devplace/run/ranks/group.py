@@ -271,12 +271,18 @@ class Group:
             self._workers.close()
             dist.destroy_process_group(self._gloo)
 
-    def _await_thread(self) -> None:
-        """At exit: a thread that came back from gloo while Python ends would crash the process.
+    def _end(self) -> None:
+        """At exit: the first process, which may hold the store, waits until others know the cause.
 
-        It mostly comes back when the others end. Where it waits for a process that hangs, this one
-        ends at once, as failed as it is.
+        A thread that came back from gloo while Python ends would crash the process. It mostly comes
+        back when the others end. Where it waits for a process that hangs, this one ends at once, as
+        failed as it is.
         """
+        until = time.monotonic() + _LAST_S
+        others = [f"knows/{rank}" for rank in range(1, self.size)]
+        with suppress(RuntimeError):
+            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
+                time.sleep(0.01)
         is_idle = threading.Event()
         self.submit(is_idle.set)
         if not is_idle.wait(_LAST_S):
@@ -288,7 +294,9 @@ class Group:
         if not self.failure:
             self.failure = told
             _failures.append(told)
-            atexit.register(self._await_thread)
+            with suppress(RuntimeError):
+                self._store.set(f"knows/{self.rank}", "")
+            atexit.register(self._end)
         return RankError(
             f"A step over several processes ends with the first that fails, {self.failure}. What "
             f"was trained since the last checkpoint is lost; start all processes again."
