@@ -99,7 +99,7 @@ class Annealing:
 
 
 KINDS: dict[str, Placer] = {
-    "search": placers.Search(),
+    "search": placers.Search(least_gain=0.0),
     "annealing": Annealing(),
     "annealing from heft": Annealing("annealing from heft", placers.Heft()),
     "random": placers.Random(),

@@ -221,14 +221,8 @@ class Evaluator:
         if count == 0:
             return step, overflow
         rows = priorities[:count] if priorities is not None and priorities.ndim == 2 else priorities
-        # starting threads takes longer than simulating a small graph
-        threads = self.threads if count * devices.shape[1] >= 4000 else 1
-        tracks_memory = not self.memory_cannot_bind
-        scores = self.kernel.evaluate(devices[:count], rows, tracks_memory, threads, in_turn)
+        step[:count], overflow[:count] = self.uncounted(devices[:count], rows, in_turn)
         self.num_evaluations += count
-        step[:count] = scores.makespan_ns
-        overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
-        overflow[:count] += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
         if self._measure is not None:
             self._run(self._measure, step[:count], overflow[:count], devices, rows)
         waits = np.full(count, in_turn)
@@ -236,6 +230,25 @@ class Evaluator:
         if self._progress is not None:
             self._progress(self.fraction_spent)
         return step, overflow
+
+    def uncounted(
+        self, devices: I32, priorities: I64 | None = None, in_turn: bool = False
+    ) -> tuple[I64, I64]:
+        """As `batch`, but neither counted nor remembered: for plans that are simpler, not shorter.
+
+        Args:
+            devices, priorities, in_turn: As of `batch`.
+
+        Returns:
+            Step times `[B]` and overflows in bytes `[B]`.
+        """
+        # starting threads takes longer than simulating a small graph
+        threads = self.threads if devices.size >= 4000 else 1
+        tracks_memory = not self.memory_cannot_bind
+        scores = self.kernel.evaluate(devices, priorities, tracks_memory, threads, in_turn)
+        overflow = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
+        overflow += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
+        return scores.makespan_ns, overflow
 
     def anneal(
         self,

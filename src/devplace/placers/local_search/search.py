@@ -17,6 +17,7 @@ from devplace.placers.colocation_groups import mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement, Classes, Incumbent, make_classes
 from devplace.placers.local_search.explore import UNLIMITED, Explorer
+from devplace.placers.local_search.fewer_devices import names_of, with_fewer_devices
 from devplace.placers.local_search.refine import improve_order, refine_placement
 from devplace.placers.local_search.starts import Starts, nested
 from devplace.placers.turns import placed_in_turn
@@ -80,8 +81,8 @@ class Search:
         improves_order: Whether the order is improved beyond critical-path priorities.
         refines: Whether single ops on the critical path are moved at the end.
         start: A placement to start from, such as `plan.as_placement()`; the result is never worse.
-        least_gain: Part of the step on one device that several must save; else the plan on one is
-            taken, as predictions are no better than that. Not with a `start`.
+        least_gain: Part of the step that more devices must save; else a plan on fewer is taken, as
+            predictions are no better than that. Not with a `start`.
     """
 
     name: str = "search"
@@ -131,10 +132,11 @@ class Search:
         key, ordered = min(
             tried.ordered, key=lambda one: one[0], default=(incumbent.best.key, None)
         )
-        best = self._simpler(problem, evaluate, min(key, incumbent.best.key), tried.simplest)
-        best = best or incumbent.best
-        if ordered is not None and key < best.key:
+        best = incumbent.best
+        simpler = self._simpler(evaluate, min(key, best.key), best, tried.simplest)
+        if simpler is None and ordered is not None and key < best.key:
             return ordered
+        best = simpler or best
         if best.priority is None:
             return Placement(op_devices(problem, best.groups))
         device = best.groups[problem.core.tasks.group]
@@ -229,24 +231,39 @@ class Search:
 
     def _simpler(
         self,
-        problem: Problem,
         evaluate: Evaluator,
-        best: tuple[int, int],
-        simplest: BestPlacement | None,
+        key: tuple[int, int],
+        best: BestPlacement,
+        single: BestPlacement | None,
     ) -> BestPlacement | None:
-        """The plan on one device, if it fits and the best is not enough faster."""
-        if simplest is None or self.start is not None or simplest.overflow_bytes or best[0]:
+        """The plan on the fewest devices that is nearly as fast as the best, if there is one.
+
+        Args:
+            evaluate: The counted simulator.
+            key: Of the best plan.
+            best: The best plan without an order of its own.
+            single: The best plan on one device.
+        """
+        problem = evaluate.problem
+        found, count = best, len(np.unique(best.groups))
+        if self.least_gain <= 0 or self.start is not None or key[0] or count == 1:
             return None
-        gain = 1 - best[1] / max(1, simplest.step_ns)
-        if not 0 < gain < self.least_gain:
+        most_ns = max(key[1], math.ceil(key[1] / (1 - self.least_gain)) - 1)
+        if single is not None and (0, key[1]) <= single.key <= (0, most_ns):
+            found = single
+        elif best.key <= (0, most_ns):
+            found = with_fewer_devices(problem, evaluate, best, most_ns)
+        if len(np.unique(found.groups)) == count:
             return None
-        names = [problem.machine.device_names[d] for d in np.unique(simplest.groups)]
-        evaluate.notes.append(
-            f"several devices would save {gain:.1%} of the step predicted for {' and '.join(names)}"
-            f" alone, and predictions may be off by {self.least_gain:.0%}: the simpler plan is "
-            f"taken (Search(least_gain=0) takes the faster one)"
-        )
-        return simplest
+        gain = 1 - key[1] / max(1, found.step_ns)
+        if gain > 0:
+            evaluate.notes.append(
+                f"{count} devices would save {gain:.1%} of the step predicted for "
+                f"{names_of(problem, found.groups)} alone, and predictions may be off by "
+                f"{self.least_gain:.0%}: the simpler plan is taken (Search(least_gain=0) takes "
+                f"the faster one)"
+            )
+        return found
 
     def _starts(self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> Starts:
         """All trivial plans, tried."""
