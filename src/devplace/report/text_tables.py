@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from devplace.device_kinds import is_host
 from devplace.errors import InputError
 from devplace.placers import Result, ThroughputResult
 from devplace.problem import Problem
@@ -227,18 +228,18 @@ def _peaks(timeline: Timeline, unit: str) -> str:
     A device is named by its index when all accelerators share one name; `cpu` stays `cpu`.
     """
     names = timeline.problem.machine.device_names
-    cpus = [name for name in names if name.startswith("cpu")]
-    kinds = {name.partition(":")[0] for name in names} - {"cpu"}
+    hosts = [name for name in names if is_host(name)]
+    kinds = {name.partition(":")[0] for name in names if name not in hosts}
     shown = []
     for d in devices_in_use(timeline):
         kind, _, index = names[d].partition(":")
-        if kind == "cpu" and (len(cpus) == 1 or kinds):
-            label = "cpu" if len(cpus) == 1 else f"cpu{index}"
+        if names[d] in hosts and (len(hosts) == 1 or kinds):
+            label = kind if len(hosts) == 1 else f"{kind}{index}"
         else:
             label = index if index and len(kinds) <= 1 else names[d]
         shown.append((label, _size(int(timeline.peak_bytes[d]), unit)))
     parts = []
-    for (_, size), run in groupby(enumerate(shown), key=lambda e: (e[1][0] == "cpu", e[1][1])):
+    for (*_, size), run in groupby(enumerate(shown), key=lambda e: (is_host(e[1][0]), e[1][1])):
         labels = [label for _, (label, _) in run]
         label = labels[0] if len(labels) == 1 else f"{labels[0]}-{labels[-1]}"
         parts.append(f"{label}={size}")

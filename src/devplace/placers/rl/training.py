@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from devplace.device_kinds import torch_types
 from devplace.errors import CheckpointError, InputError
 from devplace.files import read_whole, write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
@@ -328,7 +329,7 @@ def _seal(data: bytes) -> bytes:
 def _device(wanted: str) -> torch.device:
     try:
         device = torch.device(wanted)
-        if device.type not in ("cpu", "cuda"):
+        if device.type not in torch_types():
             raise NotImplementedError(f"networks do not run on {device.type} devices")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # an unusable CUDA is either
