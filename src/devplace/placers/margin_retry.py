@@ -40,6 +40,8 @@ class Found:
         proved_ns: A step time that the placer proved no placement that fits can beat.
         is_infeasible: Whether it proved that none fits.
         others: All other placements that it remembers.
+        least_ns: A value of the objective that the search proved no placement can beat; 0: none
+            but what `proved_ns` says.
     """
 
     placement: Placement
@@ -53,6 +55,7 @@ class Found:
     proved_ns: int = 0
     is_infeasible: bool = False
     others: tuple[Placement, ...] = ()
+    least_ns: int = 0
 
     @property
     def over_bytes(self) -> int:
