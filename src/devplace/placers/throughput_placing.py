@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from devplace.pipelining import (
     together,
 )
 from devplace.placers import margin_retry
-from devplace.placers.budget import Budget
+from devplace.placers.budget import Budget, Meter
 from devplace.placers.counted_simulator import Evaluator, Measure
 from devplace.placers.local_search.search import Search
 from devplace.placers.margin_retry import Found
@@ -99,32 +98,30 @@ def _solved(
     load_ns: int,
 ) -> StepLoadSolution:
     """From the quick placers' placements, and from the one the search was told to start from."""
-    began, seconds, most = time.monotonic(), budget.seconds, budget.evaluations
-    hints, tried = _hints(problem, budget, seed)
-    spent = time.monotonic() - began
+    meter = Meter(budget)
+    hints = _hints(problem, meter, seed)
+    seconds, most, tried = budget.seconds, budget.evaluations, meter.num_evaluations
     if seconds is not None:
-        seconds = max(0.05, seconds - spent)
+        seconds = max(0.05, seconds - meter.seconds)
     if most is not None:
         most -= tried
     start = None if placer.start is None else problem.task_devices(placer.start)
     effort = SolverEffort(seconds, most, seed, num_cores())
     found = place_step(problem, effort, hints, progress, load_ns, start)
-    return replace(found, seconds=found.seconds + spent, evaluations=found.evaluations + tried)
+    return replace(found, seconds=meter.seconds, evaluations=found.evaluations + tried)
 
 
-def _hints(problem: Problem, budget: Budget, seed: int) -> tuple[list[I32], int]:
-    """Placements of tasks by the quick placers, and the simulations that they took."""
-    began, most = time.monotonic(), budget.evaluations
+def _hints(problem: Problem, meter: Meter, seed: int) -> list[I32]:
+    """Placements of tasks by the quick placers."""
+    seconds, most = meter.budget.seconds, meter.budget.evaluations
     part = None if most is None else max(1, most // _STARTS_SHARE)
     evaluate = Evaluator(problem, Budget(evaluations=part))
     hints: list[I32] = []
     for start in _STARTS if most != 1 else ():  # the one is for the answer
-        late = budget.seconds is not None and (
-            time.monotonic() - began > _STARTS_PART * budget.seconds
-        )
-        if late:
+        if seconds is not None and meter.seconds > _STARTS_PART * seconds:
             break
         if not start.supports(problem):
             rng = np.random.default_rng(seed)
             hints.append(problem.task_devices(start(problem, evaluate, rng)))
-    return hints, evaluate.num_evaluations
+    meter.count(evaluate.meter.num_evaluations)
+    return hints
