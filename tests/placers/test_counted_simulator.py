@@ -25,8 +25,8 @@ def test_rows_over_the_budget_are_not_simulated() -> None:
     step, overflow = evaluate.batch(np.zeros((2, 1), np.int32))
     assert (step.tolist(), overflow.tolist()) == ([5, LARGEST], [0, LARGEST])
     assert evaluate.exhausted
-    assert evaluate.num_evaluations == 3
-    assert evaluate.fraction_spent == 1.0
+    assert evaluate.meter.num_evaluations == 3
+    assert evaluate.meter.fraction_spent == 1.0
     assert evaluate(all_on(problem, 0)).key == (LARGEST, LARGEST)
 
 
@@ -36,7 +36,7 @@ def test_history_has_every_improvement_that_fits() -> None:
     evaluate = Evaluator(problem, Budget(evaluations=10))
     for device in (0, 2, 1, 0):
         evaluate(all_on(problem, device))
-    assert [(count, step) for count, _, step in evaluate.history] == [(1, 9), (3, 7)]
+    assert [(count, step) for count, _, step in evaluate.history.points] == [(1, 9), (3, 7)]
 
 
 @settings(max_examples=80, deadline=None)
@@ -88,7 +88,7 @@ def test_an_order_is_measured_as_priorities_are() -> None:
     assert evaluate(Placement(devices, order=((1, 0), ()))).key == (1, 18)
     assert evaluate(Placement(devices + 1, order=((), (0, 1)))).overflow_bytes == 1  # 5 at once
     assert len(ran) == 2
-    assert evaluate.best == good
+    assert evaluate.history.best == good
     again = Evaluator(problem, Budget(evaluations=9))
     again.load_state_dict(evaluate.state_dict())
-    assert again.best == good
+    assert again.history.best == good

@@ -10,6 +10,7 @@ from devplace.auto.largest_batch import LargestBatch, largest_batch
 from devplace.auto.local_devices import MachineLike
 from devplace.auto.planning import Target, find_target
 from devplace.auto.step_variants import StepVariants
+from devplace.device_kinds import GPU
 from devplace.errors import CaptureError
 from devplace.graph import Captured
 from devplace.placers import Budget, Even, Greedy, Layers, Search, Single
@@ -175,12 +176,12 @@ def fit_steps(
             continue
         priced = _problem(target, graph)
         ways.append(_way(priced, names, recompute, micro_batches, seed, evaluations))
-    kinds = {target.machine.devices[d].kind for d in problem.usable_devices}
+    labels = {target.machine.devices[d].traits.label for d in problem.usable_devices}
     return Fit(
         problem.graph.name,
         target.machine.name,
         names,
-        "GPU" if kinds == {"gpu"} else "device",
+        GPU.label if labels == {GPU.label} else "device",
         _rows(steps),
         min(timeline.makespan_ns for timeline in single),
         tuple(ways),

@@ -24,6 +24,7 @@ from devplace.auto.local_devices import (
     require_here,
 )
 from devplace.cost.analytic import Analytic
+from devplace.device_kinds import is_accelerator
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import Captured, OpGraph
 from devplace.graph.fusion import fuse_for
@@ -114,7 +115,7 @@ class Target:
             tell: Told how far the compiling of fused groups is.
             child: Process that times ops; by default one is started.
         """
-        if times_cpus or self.device == "cuda":
+        if times_cpus or is_accelerator(self.device):
             from devplace.auto.measured_costs import price
 
             costs = price(graph, self.machine, self.unused, tell=tell, child=child)
@@ -168,13 +169,14 @@ def find_target(
     named = excluded(found, exclude)
     if runs and not in_part:
         require_here(found, (*named, *empty))
-    if device == "cuda":
+    if is_accelerator(device):
         _require_cuda()
     device = device or capture_device(found, (*named, *empty), in_part)
-    idle = device == "cuda" and not uses_cpu
+    is_fast = is_accelerator(device)
+    idle = is_fast and not uses_cpu
     left_out = cpus(found, (*named, *empty, *pinned)) if idle else ()
     unused = tuple(dict.fromkeys((*named, *left_out, *empty)))
-    if machine == "detect" and device == "cuda":
+    if machine == "detect" and is_fast:
         from devplace.auto.measured_costs import measured_machine
 
         if tell is not None:

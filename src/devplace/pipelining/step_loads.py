@@ -37,7 +37,7 @@ class StepPrices:
     def accelerators(self) -> list[int]:
         """Usable devices that pay for transfers."""
         devices = self.problem.machine.devices
-        fast = [d for d in self.problem.usable_devices if devices[d].kind != "cpu"]
+        fast = [d for d in self.problem.usable_devices if not devices[d].traits.is_host]
         return fast or list(self.problem.usable_devices)
 
     @cached_property

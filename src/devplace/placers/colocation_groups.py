@@ -17,7 +17,7 @@ F64 = NDArray[np.float64]
 def accelerators(problem: Problem) -> list[int]:
     """Usable devices that are no CPUs; all usable devices when there are only CPUs."""
     devices = problem.machine.devices
-    fast = [d for d in problem.usable_devices if devices[d].kind != "cpu"]
+    fast = [d for d in problem.usable_devices if not devices[d].traits.is_host]
     return fast or list(problem.usable_devices)
 
 

@@ -78,7 +78,7 @@ def _check_one(placer: Placer, problem: Problem, evaluations: int, seed: int, wh
 def _run(placer: Placer, problem: Problem, evaluations: int, seed: int) -> tuple[Placement, int]:
     evaluate = Evaluator(problem, Budget(evaluations=evaluations))
     placement = placer(problem, evaluate, np.random.default_rng(seed))
-    return placement, evaluate.num_evaluations
+    return placement, evaluate.meter.num_evaluations
 
 
 def _check_placement(problem: Problem, placement: Placement, who: str) -> None:

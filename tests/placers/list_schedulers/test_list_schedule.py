@@ -39,9 +39,9 @@ def test_the_best_order_is_taken(seed: int, num_ops: int, devices: int) -> None:
         order = tried[2].order
         assert order is not None
         assert waiting_ops(problem, order) is None
-        before = evaluate.num_evaluations
+        before = evaluate.meter.num_evaluations
         found = evaluate(best_of([schedule], evaluate)).key
-        assert evaluate.num_evaluations == before + 4
+        assert evaluate.meter.num_evaluations == before + 4
         assert found == min(evaluate(placement).key for placement in tried)
         step = simulate(problem, tried[2]).makespan_ns
         assert evaluate(tried[2]).step_ns == step
@@ -59,7 +59,7 @@ def test_no_budget_makes_it_worse(placer: Placer, seed: int, num_ops: int, budge
     for most in (1, budget):
         evaluate = Evaluator(problem, Budget(evaluations=most))
         found = placer(problem, evaluate, np.random.default_rng(0))
-        assert evaluate.num_evaluations <= most
+        assert evaluate.meter.num_evaluations <= most
         keys.append(Evaluator(problem, Budget(evaluations=1))(found).key)
     assert keys[1] <= keys[0]
 

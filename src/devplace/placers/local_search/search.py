@@ -127,7 +127,7 @@ class Search:
             fast = nested(problem)
             everything = list(problem.usable_devices)
             devices = fast if starts[0].overflow_bytes == 0 else everything
-            levels = self._levels(problem, evaluate.budget)
+            levels = self._levels(problem, evaluate.meter.budget)
             self._explore(incumbent, starts, levels, devices, rng, patience)
         key, ordered = min(
             tried.ordered, key=lambda one: one[0], default=(incumbent.best.key, None)
@@ -159,7 +159,7 @@ class Search:
         num_groups = incumbent.problem.core.tasks.num_groups
         chains, is_small = self._num_chains(evaluate, num_groups), num_groups <= self.coarse
         explorer = Explorer(incumbent.problem, evaluate, rng, chains)
-        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
+        limited = evaluate.meter.budget.is_limited
 
         def run(
             level: Classes,
@@ -178,23 +178,23 @@ class Search:
             incumbent.offer(found[0])
             return found
 
-        evaluate.runners_up.heading = "start"
+        evaluate.history.runners_up.heading = "start"
         starts = _distinct(starts)
         near = [start for start in starts[1:] if start.step_ns <= NEAR * starts[0].step_ns]
         begins = [starts[0]] * (chains - chains // 2) + near[: chains // 2]
-        left = 1 - evaluate.fraction_spent  # after the starts
+        left = 1 - evaluate.meter.fraction_spent  # after the starts
         found = run(levels[0], begins, devices, 1 - 0.6 * left, self._heat(levels[0]), 0.0)
         for k, level in enumerate(levels[1:]):
-            evaluate.runners_up.heading = f"level {k + 1}"
+            evaluate.history.runners_up.heading = f"level {k + 1}"
             until = 1 - (0.6 - 0.3 * (k + 1) / (len(levels) - 1)) * left
             found = run(
                 level, found[: max(2, chains // 4)], everything, until, self.temperature / 4, 0.1
             )
-        evaluate.runners_up.heading = "fine"
+        evaluate.history.runners_up.heading = "fine"
         stale = 0
         while not evaluate.is_over and stale != patience:
-            before, known = evaluate.num_evaluations, incumbent.best
-            spent = evaluate.fraction_spent
+            before, known = evaluate.meter.num_evaluations, incumbent.best
+            spent = evaluate.meter.fraction_spent
             if self.improves_order:
                 improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
             level = levels[int(rng.integers(len(levels)))]
@@ -214,7 +214,7 @@ class Search:
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             stale = stale + 1 if incumbent.best is known else 0
-            if not limited or evaluate.num_evaluations == before:
+            if not limited or evaluate.meter.num_evaluations == before:
                 break
 
     def _heat(self, level: Classes) -> float:
@@ -224,10 +224,10 @@ class Search:
     def _num_chains(self, evaluate: Evaluator, num_groups: int) -> int:
         """As many as have enough to spend; under a budget of time, when nobody counts on the same
         plan everywhere, one per thread."""
-        if evaluate.budget.evaluations is None:
+        if evaluate.meter.budget.evaluations is None:
             return max(self.width, min(MAX_CHAINS, evaluate.threads))
         enough = min(MIN_PER_CHAIN, MOVES_PER_GROUP * num_groups)
-        return max(1, min(self.width, evaluate.budget.evaluations // enough))
+        return max(1, min(self.width, evaluate.meter.budget.evaluations // enough))
 
     def _simpler(
         self,
@@ -290,7 +290,7 @@ class Search:
             return None
         choices = [np.flatnonzero(row).tolist() for row in allowed]
         count = math.prod(len(options) for options in choices)
-        left = evaluate.budget.evaluations or count
+        left = evaluate.meter.budget.evaluations or count
         if count > min(most, left):
             return None
         every = np.array(list(itertools.product(*choices)), np.int32)
@@ -298,7 +298,7 @@ class Search:
             incumbent.try_all(every[first : first + 64])
             if evaluate.is_over:
                 return None
-        orders = min(tiny // count, (left - evaluate.num_evaluations) // (2 * count))
+        orders = min(tiny // count, (left - evaluate.meter.num_evaluations) // (2 * count))
         work = np.flatnonzero(tasks.is_source == 0)
         for order in _orders(work, orders, rng):
             priority = np.zeros(tasks.num_tasks, np.int64)

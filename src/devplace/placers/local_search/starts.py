@@ -68,7 +68,7 @@ class Starts:
     def keep(self, placement: Placement, heading: str = "") -> None:
         """Try a placement: in its own order, or in all usual ones if it has none."""
         problem, evaluate = self._problem, self._evaluate
-        evaluate.runners_up.heading = heading
+        evaluate.history.runners_up.heading = heading
         if placement.order is not None:
             self.ordered.append((evaluate(placement).key, placement))
             turn = problem.op_priority(turns_of(problem, placement))
@@ -98,7 +98,7 @@ class Starts:
         step, over = self._evaluate.batch(device[None, :], priority, in_turn)
         kept = BestPlacement(device[self._first], int(step[0]), int(over[0]), priority, in_turn)
         self.found.append(kept)
-        self.headings.append(self._evaluate.runners_up.heading)
+        self.headings.append(self._evaluate.history.runners_up.heading)
         return kept.overflow_bytes
 
     def single_devices(self) -> None:
@@ -115,7 +115,7 @@ class Starts:
             if evaluate.exhausted:
                 return
             self.keep(placement, heading)
-        for placer in _placers(problem, evaluate.budget):
+        for placer in _placers(problem, evaluate.meter.budget):
             if not evaluate.exhausted and not placer.supports(problem):
                 self.keep(placer(problem, evaluate, self._rng), placer.name)
 
