@@ -129,9 +129,8 @@ def fit(
 ) -> Fit:
     """Find out whether a step fits a machine, and what it takes.
 
-    Memory is that of the step as captured for the CPU, unfused, and times are analytic: nothing
-    runs, and what lies on the meta device takes no memory. GPUs are added from the largest on; CPUs
-    are left out where there are GPUs.
+    Times are analytic: nothing runs, and what lies on the meta device takes no memory. GPUs are
+    added from the largest on; CPUs are left out where there are GPUs.
 
     Args:
         model, example_inputs, loss_fn, optimizer: As for `capture`.
@@ -148,8 +147,9 @@ def fit(
         MachineError, ProblemError, InputError: No such machine, device or size.
     """
     tell = progress or (lambda text: None)
+    fuse = of_capture.pop("fuse", None)
     steps = StepVariants(model, example_inputs, loss_fn, optimizer, of_capture, tell)
-    target = find_target(machine, limits, exclude=exclude, device="cpu")
+    target = find_target(machine, limits, exclude=exclude, device="cpu", fuse=fuse)
     found = fit_steps(steps, target, seed, evaluations)
     return replace(found, largest=largest_batches(steps, target))
 
@@ -163,14 +163,14 @@ def fit_steps(
         CaptureError: The step cannot be one graph.
         ProblemError: An op that no device can run.
     """
-    problem = _problem(target, steps.capture())
+    problem = _problem(target, steps.capture(fuse=target.fuse))
     names = _by_room(problem)
     single = [simulate(problem, all_on(problem, d)) for d in problem.usable_devices]
     ways = [_way(problem, names, False, 1, seed, evaluations)]
-    for recompute, micro_batches in _others(steps.capture()):
+    for recompute, micro_batches in _others(steps.capture(fuse=target.fuse)):
         steps.tell(f"placing on {target.machine.name}")
         try:
-            graph = steps.capture(recompute, micro_batches)
+            graph = steps.capture(recompute, micro_batches, fuse=target.fuse)
         except CaptureError as error:
             ways.append(Way(recompute, micro_batches, reason=str(error)))
             continue
@@ -198,9 +198,9 @@ def largest_batches(steps: StepVariants, target: Target) -> tuple[LargestBatch, 
     def nearest(graph: Captured) -> Timeline:
         return _nearest(_problem(target, graph)).timeline
 
-    found = [largest_batch(steps, False, excess, nearest)]
-    if steps.capture().meta["mode"] == "train":
-        found.append(largest_batch(steps, True, excess, nearest))
+    found = [largest_batch(steps, False, excess, nearest, target.fuse)]
+    if steps.capture(fuse=target.fuse).meta["mode"] == "train":
+        found.append(largest_batch(steps, True, excess, nearest, target.fuse))
     return tuple(found)
 
 

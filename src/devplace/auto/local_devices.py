@@ -52,8 +52,8 @@ def cpus(machine: Machine, but: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(d.name for d in machine.devices if d.traits.is_host and d.name not in but)
 
 
-def _fast(machine: Machine, exclude: Sequence[str]) -> list[Device]:
-    """Devices that may be used and are no CPUs."""
+def accelerators(machine: Machine, exclude: Sequence[str]) -> list[Device]:
+    """Devices that may be used and are no CPUs, but for some."""
     return [d for d in machine.devices if not d.traits.is_host and d.name not in exclude]
 
 
@@ -67,7 +67,7 @@ def capture_device(machine: Machine, exclude: Sequence[str] = (), in_part: bool 
         exclude: Devices that are not used.
         in_part: Whether other processes have some of the GPUs, so that here any will do.
     """
-    fast = _fast(machine, exclude)
+    fast = accelerators(machine, exclude)
     if fast and in_part:
         there = _num_here(fast[0].traits) > 0
     else:
@@ -75,15 +75,29 @@ def capture_device(machine: Machine, exclude: Sequence[str] = (), in_part: bool 
     return fast[0].traits.torch_type if fast and there else CPU.torch_type
 
 
-def fuses(device_type: str) -> bool:
-    """Whether a step captured for a type of device of this computer is fused unless told otherwise:
-    on GPUs, if a compiler for them is there. On CPUs a kernel takes the C++ compiler seconds, and
-    hardly gains."""
+def fuses(device_type: str, meant: Sequence[Device] = ()) -> bool:
+    """Whether a step is fused unless told otherwise.
+
+    On GPUs of this computer, if a compiler for them is there. On CPUs a kernel takes the C++
+    compiler seconds, and hardly gains; but where GPUs elsewhere are meant, that is what they run.
+
+    Args:
+        device_type: For which torch device type the step is captured.
+        meant: The accelerators that it is planned for.
+    """
     if is_host(device_type):
-        return False
+        return bool(meant) and all(map(_has_compiler, meant))
     from devplace.kernels.fused import why_not_compiled
 
     return not why_not_compiled(first_of(device_type))
+
+
+def _has_compiler(device: Device) -> bool:
+    """Whether PyTorch's compiler makes kernels for it: of NVIDIA's GPUs for those from Volta on,
+    which are the ones whose matrix units are faster in half precision."""
+    rates = device.flops_per_s
+    half = max(rates.get("bfloat16", 0), rates.get("float16", 0) / 2)
+    return device.traits.compiler == "triton" and half > 1.1 * rates["float32"]
 
 
 def missing_here(machine: Machine, exclude: Sequence[str] = ()) -> str:
@@ -91,7 +105,7 @@ def missing_here(machine: Machine, exclude: Sequence[str] = ()) -> str:
 
     Logical CPU devices are here if nothing else is to be used: any computer has them.
     """
-    for device in _fast(machine, exclude):
+    for device in accelerators(machine, exclude):
         torch_type, count = device.traits.torch_type, _num_here(device.traits)
         if device.name not in [f"{torch_type}:{index}" for index in range(count)]:
             have = f"this computer has {count} {torch_type.upper()} device{'s' * (count != 1)}"
