@@ -220,8 +220,8 @@ def test_a_late_copy_joins_its_reader() -> None:
 
 
 def test_a_block_that_is_computed_again_stays_out_of_the_forward_pass() -> None:
-    """Its first ops read what is there early, as those that they copy do; they belong to the product
-    of the copy, and with that to the backward pass."""
+    """Its first ops read what is there early, as those that they copy do; they belong to the copy's
+    product, and with that to the backward pass."""
     made = Made()
     made.source("x")
     made.own("before", "x")
