@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
@@ -58,6 +59,19 @@ def test_copies_in_one_pool_are_all_counted() -> None:
     )
     evaluate = Evaluator(problem, Budget(evaluations=1))
     assert evaluate(hand_placement(problem, {"b": "gpu:1"})).overflow_bytes == 20
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_overflow_is_that_of_devices_and_pools(in_order: bool) -> None:
+    """Two tensors of 50 bytes on a device of 80 break its limit by 20, and that of a pool of 70 by
+    30; a placement with an order is judged as one without."""
+    problem = hand_problem(
+        "a = f bytes=50 ns=1\nb = f(a) bytes=50 ns=1",
+        hand_machine({"gpu:0": 80, "gpu:1": 80}, pools={"ram": (70, ("gpu:0", "gpu:1"))}),
+    )
+    order = ((0, 1), ()) if in_order else None
+    score = Evaluator(problem, Budget(evaluations=1))(Placement(np.zeros(2, np.int32), order=order))
+    assert score.overflow_bytes == 20 + 30
 
 
 def test_memory_is_not_tracked_where_everything_fits_anyway() -> None:

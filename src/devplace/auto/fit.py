@@ -14,7 +14,6 @@ from devplace.device_kinds import GPU
 from devplace.errors import CaptureError
 from devplace.graph import Captured
 from devplace.placers import Budget, Even, Greedy, Layers, Search, Single
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.margin_retry import Found, search
 from devplace.placers.modules import module_chain
 from devplace.placers.orders import held_back
@@ -206,7 +205,7 @@ def largest_batches(steps: StepVariants, target: Target) -> tuple[LargestBatch, 
 
 def _same_for_all(problem: Problem) -> list[Placement]:
     """Simple placements that do not depend on limits: one device, modules in equal shares."""
-    devices, chain = accelerators(problem), module_chain(problem)
+    devices, chain = problem.accelerators, module_chain(problem)
     largest = max(devices, key=lambda d: problem.limit_bytes[d])
     found = [all_on(problem, largest), even_split(problem, chain, devices)]
     return [*found, layers_over(problem, chain, devices)]
@@ -239,7 +238,7 @@ def _others(graph: Captured) -> tuple[tuple[bool, int], ...]:
 def _problem(target: Target, graph: Captured) -> Problem:
     """The step on the accelerators of a machine."""
     problem = target.problem(graph)
-    used = accelerators(problem)
+    used = problem.accelerators
     names = problem.machine.device_names
     return replace(problem, exclude=[name for d, name in enumerate(names) if d not in used])
 

@@ -76,16 +76,16 @@ class Objective(Protocol):
         measure: Measure | None,
         bound: LowerBound,
     ) -> Found:
-        """A placement by `placer`, and what it took.
+        """A placement by `placer`, which aims at the step time, and what it took."""
+        found = margin_retry.search(problem, placer, budget, seed, progress, measure, bound.step_ns)
+        return found if measure is not None else self.choose(found)
 
-        Placers aim at the step time. Of what they give and remember, the placement with the least
-        value is taken that fits.
-        """
-        found = margin_retry.search(problem, placer, budget, seed, progress, None, bound.step_ns)
+    def choose(self, found: Found) -> Found:
+        """Of what the placer gave and remembers, the placement with the least value that fits."""
         key = (found.over_bytes, self.value(found.timeline))
         for other in found.others:
-            placement = with_priority(problem, other)
-            timeline = simulate(problem, placement)
+            placement = with_priority(found.timeline.problem, other)
+            timeline = simulate(found.timeline.problem, placement)
             now = sum(timeline.missing_bytes.values()), self.value(timeline)
             if now < key:
                 found, key = replace(found, placement=placement, timeline=timeline), now
@@ -109,19 +109,9 @@ class Latency(Objective):
         """It is always to be had."""
         return ""
 
-    def search(
-        self,
-        problem: Problem,
-        placer: Placer,
-        budget: Budget,
-        seed: int,
-        progress: Callable[[float], None] | None,
-        measure: Measure | None,
-        bound: LowerBound,
-    ) -> Found:
-        """What the placer gives, or of the simulated ones that are as fast the leanest."""
-        found = margin_retry.search(problem, placer, budget, seed, progress, measure, bound.step_ns)
-        if measure is not None or not found.timeline.is_feasible:
+    def choose(self, found: Found) -> Found:
+        """What the placer gave, or of the simulated ones that are as fast the leanest."""
+        if not found.timeline.is_feasible:
             return found
         placement, timeline = leanest(found.placement, found.timeline, found.runners_up)
         return replace(found, placement=placement, timeline=timeline)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.strategies import random_problem
 
 from devplace.placers import Budget, Etf, Evaluator, Heft, MEtf, MSct, Placer
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.list_schedulers.earliest import EarliestFirst
 from devplace.placers.list_schedulers.list_schedule import ListSchedule, best_of, upward_rank
 from devplace.problem import Problem
@@ -22,7 +21,7 @@ SCHEDULERS = [placer() for placer in (Heft, Etf, MEtf, MSct)]
 
 def schedules(problem: Problem) -> list[ListSchedule]:
     """HEFT's and ETF's."""
-    rank = upward_rank(problem, accelerators(problem)).tolist()
+    rank = upward_rank(problem, problem.accelerators).tolist()
     built = [Heft().build(problem, contention) for contention in (False, True)]
     return [*built, EarliestFirst(problem, rank).build()]
 
