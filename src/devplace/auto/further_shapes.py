@@ -176,7 +176,7 @@ def stated(shapes: Any, example_inputs: Any, example_kwargs: Any) -> list[Any]:
     Raises:
         InputError: They are no list of batches like the example.
     """
-    if isinstance(shapes, (torch.Tensor, Mapping, str)) or not isinstance(shapes, Sequence):
+    if not isinstance(shapes, (tuple, list)):
         raise InputError(
             f"shapes must be a list of batches, got {type(shapes).__name__}. For one more shape "
             f"give shapes=[batch]."

@@ -157,7 +157,7 @@ def parallelize(
         VerificationError: With `verify`, the placed step gave other numbers.
     """
     whole = BudgetClock.parse(budget)
-    clock = whole.shared_with(len(shapes) if isinstance(shapes, Sequence) else 0)
+    clock = whole.shared_with(len(shapes) if isinstance(shapes, (tuple, list)) else 0)
     if progress is not None and not callable(progress):
         raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
@@ -184,8 +184,7 @@ def parallelize(
     )
     own = model, example_inputs, loss_fn, optimizer
     further = None
-    if shapes or max_shapes != 1:
-        _check_shapes(max_shapes, model, group)
+    if _wants_shapes(shapes, max_shapes, model, group):
         further = FurtherShapes(
             target,
             (model, loss_fn, optimizer),
@@ -501,10 +500,12 @@ def _refuse_second(given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_shapes(max_shapes: Any, model: Any, group: Group | None) -> None:
-    """Refuse further shapes where a step can have only one."""
+def _wants_shapes(shapes: Any, max_shapes: Any, model: Any, group: Group | None) -> bool:
+    """Whether a step is to have further shapes; refuses them where it can have only one."""
     if isinstance(max_shapes, bool) or not isinstance(max_shapes, int) or max_shapes < 1:
         raise InputError(f"max_shapes must be a positive number, got {max_shapes!r}.")
+    if max_shapes == 1 and isinstance(shapes, (tuple, list)) and not shapes:
+        return False
     if isinstance(model, Captured):
         raise InputError(
             "A captured step has one shape. Give parallelize the model in its place, to plan it "
@@ -515,6 +516,7 @@ def _check_shapes(max_shapes: Any, model: Any, group: Group | None) -> None:
             "Several processes run a step of one shape: shapes and max_shapes are for one process. "
             "Pad the batches, or start one process."
         )
+    return True
 
 
 def _check_model(model: Any) -> None:
