@@ -20,7 +20,8 @@ class CapturedShape:
     """A captured shape with its executor, which is made when the shape is first met.
 
     The shapes of a step share parameters, buffers and optimizer state: the one that runs has them,
-    and `take` brings them to the next. Tensors outside the model are each shape's own.
+    and `take` brings them to the next. Tensors outside the model are each shape's own. `renew` comes
+    before all else.
 
     Args:
         graph: The captured step.
@@ -54,7 +55,7 @@ class CapturedShape:
         self._make_executor = make_executor
         self._executor: Executor | None = None
         self._owner = owner
-        self.renew()
+        self._has_fixed = False
 
     @property
     def executor(self) -> Executor:

@@ -196,6 +196,7 @@ class Step:
             model = self._at.state.model
             shape = CapturedShape(graph, make_executor, model, self._optimizer, self)
             shape.check_alike(self._at)
+            shape.renew()
             self._shapes.append(shape)
 
     @property
