@@ -27,7 +27,7 @@ class CapturedShape:
         graph: The captured step.
         make_executor: Makes what runs it.
         model, optimizer: The user's.
-        owner: The step; shapes of one step do not count as other steps over the model.
+        owner: Of all shapes of a step, which do not count as other steps over the model.
         invent_seed: As for `ModelState`.
 
     Attributes:

@@ -123,7 +123,9 @@ class Step:
         self._processes = processes
         self._optimizer = as_one(optimizer)
         self._changes_state = bool(graph.replaced)
-        self._at = CapturedShape(graph, lambda: executor, model, optimizer, self, invent_seed)
+        self._owner = object()  # not the step itself, which is to end when it is dropped
+        given = model, optimizer, self._owner, invent_seed
+        self._at = CapturedShape(graph, lambda: executor, *given)
         self._shapes = [self._at]
         self._steps_done = self._at.state.steps_before_capture
         own = [] if self._optimizer is None else each_of(self._optimizer)
@@ -194,7 +196,7 @@ class Step:
             self._at.facts.check()
             self._at.shared.check(self._held, self._is_synced)
             model = self._at.state.model
-            shape = CapturedShape(graph, make_executor, model, self._optimizer, self)
+            shape = CapturedShape(graph, make_executor, model, self._optimizer, self._owner)
             shape.check_alike(self._at)
             shape.renew()
             self._shapes.append(shape)
