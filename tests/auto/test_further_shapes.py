@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import devplace as dp
 from devplace.auto.further_shapes import stated
+from devplace.auto.parallelize import _wants_shapes
 from devplace.errors import (
     CaptureError,
     InfeasibleError,
@@ -178,6 +179,7 @@ def test_a_shape_that_does_not_fit_beside_the_weights_is_named() -> None:
         ({"shapes": batch(6, 3)[0]}, "list of batches, got Tensor"),
         ({"shapes": {"x": batch(6, 3)}}, "list of batches, got dict"),
         ({"shapes": 3}, "list of batches, got int"),
+        ({"shapes": [batch(6, 3)] * 2, "max_shapes": 2}, "which are 3, got 2"),
         ({"max_shapes": 0}, "positive number, got 0"),
         ({"max_shapes": True}, "positive number, got True"),
     ],
@@ -187,6 +189,14 @@ def test_bad_arguments_are_named(options: Any, words: str) -> None:
     model, optimizer = made()
     with pytest.raises(InputError, match=words):
         dp.parallelize(model, batch(6, 5), F.cross_entropy, optimizer, **{**QUICK, **options})
+
+
+def test_several_processes_run_one_shape() -> None:
+    """They are refused by name, before they plan."""
+    group: Any = object()
+    with pytest.raises(InputError, match="Several processes run a step of one shape"):
+        _wants_shapes([batch(6, 3)], 1, nn.Linear(1, 1), group)
+    assert not _wants_shapes([], 1, nn.Linear(1, 1), group)
 
 
 def test_a_captured_step_has_one_shape() -> None:

@@ -170,17 +170,12 @@ class FurtherShapes:
         return ShapePlan(graph, result.plan)
 
 
-def stated(shapes: Any, example_inputs: Any, example_kwargs: Any) -> list[Any]:
+def stated(shapes: Sequence[Any], example_inputs: Any, example_kwargs: Any) -> list[Any]:
     """The batches of an argument `shapes`, each as positional and keyword inputs.
 
     Raises:
-        InputError: They are no list of batches like the example.
+        InputError: One is no batch like the example.
     """
-    if not isinstance(shapes, (tuple, list)):
-        raise InputError(
-            f"shapes must be a list of batches, got {type(shapes).__name__}. For one more shape "
-            f"give shapes=[batch]."
-        )
     wanted = _tensors(*as_call(example_inputs, example_kwargs))
     found = [as_call(batch) for batch in shapes]
     for number, batch in enumerate(found):

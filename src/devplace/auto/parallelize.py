@@ -139,7 +139,7 @@ def parallelize(
             example has them, which all shapes share, and compiled when they are first met. Of
             the budget each gets half of what the example does.
         max_shapes: Shapes in all. A batch of another shape is captured and planned when it is met,
-            while there are fewer, and refused then. Not below the number of those given.
+            while there are fewer, and refused then. 1: only those given.
         ranks, batch, timeout_s: Of several processes, as for `compile`.
         of_capture: All else that `capture` takes, such as `example_kwargs`, `batch_dims`,
             `clip_grad_norm`, `autocast`. `fuse` is on by default where GPUs have a compiler, and
@@ -234,7 +234,10 @@ def parallelize(
     if group is None:
         step = job.finish(*choose_alone(), seed, verify)
         if further is not None:
-            step.join(further)
+            with contextlib.ExitStack() as undo:
+                undo.callback(step.close)
+                step.join(further)
+                undo.pop_all()
         return step
     job.together = {"ranks": ranks, "batch": batch, "timeout_s": timeout_s}
     with group.failing_together():
@@ -504,8 +507,18 @@ def _wants_shapes(shapes: Any, max_shapes: Any, model: Any, group: Group | None)
     """Whether a step is to have further shapes; refuses them where it can have only one."""
     if isinstance(max_shapes, bool) or not isinstance(max_shapes, int) or max_shapes < 1:
         raise InputError(f"max_shapes must be a positive number, got {max_shapes!r}.")
-    if max_shapes == 1 and isinstance(shapes, (tuple, list)) and not shapes:
+    if not isinstance(shapes, (tuple, list)):
+        raise InputError(
+            f"shapes must be a list of batches, got {type(shapes).__name__}. For one more shape "
+            f"give shapes=[batch]."
+        )
+    if max_shapes == 1 and not shapes:
         return False
+    if 1 < max_shapes <= len(shapes):
+        raise InputError(
+            f"max_shapes must leave room for the example and all of shapes, which are "
+            f"{1 + len(shapes)}, got {max_shapes}. Raise it, or give fewer shapes."
+        )
     if isinstance(model, Captured):
         raise InputError(
             "A captured step has one shape. Give parallelize the model in its place, to plan it "

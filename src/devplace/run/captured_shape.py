@@ -20,8 +20,8 @@ class CapturedShape:
     """A captured shape with its executor, which is made when the shape is first met.
 
     The shapes of a step share parameters, buffers and optimizer state: the one that runs has them,
-    and `take` brings them to the next. Tensors outside the model are each shape's own. `renew` comes
-    before all else.
+    and `take` brings them to the next. Tensors outside the model are each shape's own. What is
+    noted of the model is there after `renew`.
 
     Args:
         graph: The captured step.
