@@ -103,15 +103,17 @@ class CapturedShape:
             ExecutionError: The other's last step failed, or there is no room.
         """
         moved, executor = {}, self.executor
+        is_alike = type(executor) is type(other.executor)
         for key, mine in self.bindings.items():
             theirs = other.bindings[key]
             if self._has_fixed and mine.op not in self.graph.replaced:
                 continue
-            if mine.strides == theirs.strides and type(executor) is type(other.executor):
+            if is_alike and mine.strides == theirs.strides:
                 moved[mine.op] = theirs.op
             else:
                 executor.put(mine.op, laid_out(other.executor.get(theirs.op), mine.strides))
-        executor.take(other.executor, moved)
+        if moved:
+            executor.take(other.executor, moved)
         if not self._has_fixed:
             for binding in self._constants:
                 executor.put(binding.op, laid_out(binding.value, binding.strides))
