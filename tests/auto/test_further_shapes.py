@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import devplace as dp
-from devplace.auto.further_shapes import stated
+from devplace.auto.further_shapes import limits_beside, stated
 from devplace.auto.parallelize import _wants_shapes
 from devplace.errors import (
     CaptureError,
@@ -20,6 +21,7 @@ from devplace.errors import (
     PlanMismatchError,
     ShapeError,
 )
+from devplace.testing import hand_machine, hand_problem
 from tests.run.placed import largest_difference
 
 QUICK: dict[str, Any] = {
@@ -207,15 +209,17 @@ def test_a_captured_step_has_one_shape() -> None:
         dp.parallelize(graph, batch(6, 5), shapes=[batch(3, 5)], **QUICK)
 
 
+class Picky(Reader):
+    """Cannot be captured for three words."""
+
+    def forward(self, words: Any) -> Any:
+        if words.shape[1] == 3:
+            words = words[words.sum() :]
+        return super().forward(words)
+
+
 def test_a_shape_that_cannot_be_captured_is_told_before_the_search() -> None:
     """By the capture of it."""
-
-    class Picky(Reader):
-        def forward(self, words: Any) -> Any:
-            if words.shape[1] == 3:
-                words = words[words.sum() :]
-            return super().forward(words)
-
     model = Picky()
     told: list[str] = []
     with pytest.raises(CaptureError):
@@ -226,6 +230,42 @@ def test_a_shape_that_cannot_be_captured_is_told_before_the_search() -> None:
             **QUICK,
         )
     assert told == ["capturing the step", "capturing the step with another shape"]
+
+
+def test_a_shape_that_cannot_be_captured_when_it_is_met_leaves_the_step_as_it_was() -> None:
+    """It goes on, and the model is still known to be behind."""
+    model = Picky()
+    given = model, batch(6, 5), F.cross_entropy, torch.optim.SGD(model.parameters())
+    with dp.parallelize(*given, max_shapes=3, **QUICK) as step:
+        step(*batch(6, 5))
+        with pytest.raises(CaptureError):
+            step(*batch(6, 3))
+        with pytest.raises(PlanMismatchError, match="1 step behind"):
+            model.state_dict()
+        step(*batch(6, 5))
+        assert step.steps_done == 2
+        step.sync()
+    assert step.further == []
+
+
+def test_what_shapes_keep_of_a_gpu_is_off_the_limit_of_the_next() -> None:
+    """Not on CPU devices, which give their memory back; never 0, which would leave a device out."""
+    text = """
+        x = input bytes=4
+        w = parameter bytes=30
+        y = aten.mm(x, w) bytes=8 result=output
+    """
+    problem = hand_problem(text, hand_machine({"cuda:0": 1000, "cuda:1": 500, "cpu:0": 90}))
+    problem = replace(problem, limits={"cpu:0": "80B", 0: 900})
+    assert limits_beside({"cuda:0": 300, "cuda:1": 600}, problem) == {
+        "cpu:0": "80B",
+        0: 900,
+        "cuda:0": 600,
+        "cuda:1": 1,
+    }
+    beside = replace(problem, limits=limits_beside({"cuda:0": 300, "cuda:1": 600}, problem))
+    assert beside.limit_bytes == (600, 1, 80)
+    assert limits_beside({}, problem) == problem.limits
 
 
 def test_batches_are_read_as_the_example_is() -> None:

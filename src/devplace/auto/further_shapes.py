@@ -11,14 +11,17 @@ import torch.utils._pytree as pytree
 
 from devplace.auto.budget_clock import BudgetClock
 from devplace.auto.planning import Target, Tell
+from devplace.device_kinds import kind_of
 from devplace.errors import CaptureError, InfeasibleError, InputError, ShapeError
 from devplace.graph import Captured
 from devplace.placers import Budget, Placer, Search, Single, place
 from devplace.plan import Plan
+from devplace.problem import Problem
 from devplace.run.batch_inputs import as_captured_call
 from devplace.run.captured_shape import input_sizes, shown_sizes
 from devplace.run.compile import Step
 from devplace.run.planned import add_shape
+from devplace.run.schedule import source_bytes, stored_sources
 from devplace.step_capture.batch import as_call, num_rows, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
 from devplace.units import format_time
@@ -74,24 +77,26 @@ class FurtherShapes:
     seed: int
     tell: Tell
     _early: dict[int, Captured] = field(default_factory=dict)
+    _kept: dict[str, int] = field(default_factory=dict)
 
     def capture_early(self, like: Captured) -> None:
         """Capture what was stated, so that what cannot be captured is told before a long search."""
         for number, batch in enumerate(self.batches):
             self._early[number] = self._capture(*batch, like)
 
-    def join(self, step: Step, graph: Captured) -> list[ShapePlan]:
+    def join(self, step: Step, graph: Captured, plan: Plan) -> list[ShapePlan]:
         """Let a step know the shapes that were stated.
 
         Args:
             step: Of the first shape.
-            graph: What it runs.
+            graph, plan: What it runs.
 
         Raises:
             CaptureError: One cannot be captured.
             InfeasibleError: One does not fit beside the weights.
         """
         found = []
+        self._keep(step, plan)
         for number, batch in enumerate(self.batches):
             if input_sizes(self._early[number]) in step.shapes:
                 continue  # stated twice, or that of the example
@@ -152,7 +157,8 @@ class FurtherShapes:
             exclude=(*self.target.exclude, *unused),
             unused=tuple(dict.fromkeys((*self.target.unused, *unused))),
         )
-        problem = replace(target.problem(graph, times_cpus=True), homes=homes)
+        problem = target.problem(graph, times_cpus=True)
+        problem = replace(problem, homes=homes, limits=limits_beside(self._kept, problem))
         placer = self.placer or (Search() if len(problem.usable_devices) > 1 else Single())
         text = shown_sizes(input_sizes(graph))
         self.tell(f"placing the step for {text}")
@@ -167,7 +173,28 @@ class FurtherShapes:
         if result.is_interrupted:
             raise KeyboardInterrupt
         add_shape(step, graph, result.plan, seed=self.seed, waits=False)
+        self._keep(step, result.plan)
         return ShapePlan(graph, result.plan)
+
+    def _keep(self, step: Step, plan: Plan) -> None:
+        """Where steps are recorded, their memory stays theirs between steps: count it."""
+        schedule = step.first.executor.schedule
+        stored = stored_sources(schedule)
+        for device, name in enumerate(schedule.device_names):
+            if kind_of(name).has_graphs:
+                sizes = source_bytes(schedule, device)
+                shared = sum(size for op, size in sizes.items() if op in stored)
+                own = max(0, plan.predicted.peak_bytes.get(name, 0) - shared)
+                self._kept[name] = self._kept.get(name, 0) + own
+
+
+def limits_beside(kept: Mapping[str, int], problem: Problem) -> dict[str, int | str]:
+    """The limits of a problem, less what other shapes of the step keep of each device, bytes.
+
+    At least 1: a limit of 0 would say that the device is not used.
+    """
+    limit = dict(zip(problem.machine.device_names, problem.limit_bytes, strict=True))
+    return {**problem.limits, **{name: max(1, limit[name] - size) for name, size in kept.items()}}
 
 
 def stated(shapes: Sequence[Any], example_inputs: Any, example_kwargs: Any) -> list[Any]:

@@ -50,7 +50,7 @@ class ParallelStep:
 
     def join(self, shapes: FurtherShapes) -> None:
         """Let the step know further shapes: those that were stated, and those that it meets."""
-        self.further += shapes.join(self._step, self.graph)
+        self.further += shapes.join(self._step, self.graph, self.plan)
         self._shapes = shapes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
