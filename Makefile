@@ -46,7 +46,7 @@ demo: $(DONE)/package $(DONE)/extras
 test: $(DONE)/package $(DONE)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not slow"
 
-test-slow: $(DONE)/package $(DONE)/test
+test-slow: $(DONE)/package $(DONE)/test $(DONE)/recipes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"
 
 fuzz: $(DONE)/package $(DONE)/test
@@ -119,6 +119,14 @@ $(DONE)/extras: pyproject.toml $(DONE)/torch
 	@$(BIN)/python -c 'import tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*extras["partition"], *extras["lp"], sep="\n")' > $@.txt
+	@$(PIP) -r $@.txt || echo "There are none for this platform; going on without"
+	@touch $@
+
+# Nothing fails without them: the examples and tests that need them are skipped.
+$(DONE)/recipes: pyproject.toml $(DONE)/torch
+	@echo "Installing the libraries of the recipes"
+	@$(BIN)/python -c 'import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["recipes"], sep="\n")' > $@.txt
 	@$(PIP) -r $@.txt || echo "There are none for this platform; going on without"
 	@touch $@
 
