@@ -182,8 +182,10 @@ class Reads:
             return
         if WHOLE in uses:
             uses |= names.uses.get(UNKNOWN, _NONE)
+        indexed = [key for kind, key in uses if kind == "item" and not isinstance(value, Mapping)]
         for part in _parts(value):
-            self._go(Place(at.name, None, None, part, outlives=at.outlives), names, word)
+            for each in (word, *indexed):
+                self._go(Place(at.name, None, None, part, outlives=at.outlives), names, each)
         is_every = EVERY in uses and type(getattr(value, "__dict__", None)) is dict
         if is_every and not isinstance(value, (types.ModuleType, type, types.FunctionType)):
             for key in tuple(vars(value)):

@@ -14,9 +14,13 @@ import torch
 
 from devplace.errors import CaptureError
 
-_LATER_S = 3e7
+_LATER_S = 30_000_000
 """How much later it is in the second run, by the functions of `time`."""
-_CLOCKS = ("time", "monotonic", "perf_counter", "process_time")
+_CLOCKS = {
+    f"{name}{unit}": _LATER_S * times
+    for name in ("time", "monotonic", "perf_counter", "process_time")
+    for unit, times in (("", 1), ("_ns", 1_000_000_000))
+}
 
 
 @contextlib.contextmanager
@@ -48,8 +52,8 @@ def host_watched(
 
         return scale
 
-    def later(function: Any) -> Callable[[], float]:
-        return lambda: float(function()) + _LATER_S
+    def later(function: Any) -> Callable[[], Any]:
+        return lambda: function() + _CLOCKS[function.__name__]
 
     numpy_random: Any = sys.modules.get("numpy.random")
     with contextlib.ExitStack() as stack:
