@@ -329,6 +329,17 @@ def in_a_list() -> Case:
     )
 
 
+def by_index() -> Case:
+    """An item of a dict in a list, as the rate of an optimizer is."""
+    holder = [SimpleNamespace(groups=[{"rate": 1.0, "epoch": 0}])]
+    return (
+        lambda m, x, y: plain(m, x, y) * holder[0].groups[0]["rate"],  # type: ignore[operator]
+        lambda: holder[0].groups[0].update(epoch=1),
+        lambda: holder[0].groups[0].update(rate=2.0),
+        "rate",
+    )
+
+
 def decorated() -> Case:
     """A free variable of a function behind a decorator."""
     options = SimpleNamespace(beta=1.0, epoch=0)
@@ -384,6 +395,7 @@ CASES = (
     transformed,
     in_an_inner_function,
     in_a_list,
+    by_index,
     decorated,
     slotted,
     attributed,

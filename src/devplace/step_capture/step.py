@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -14,13 +15,18 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from devplace.errors import CaptureError
 from devplace.graph.program import Constant
-from devplace.step_capture.assigned import data_written, masks_written, refuse_other_buffers
+from devplace.step_capture.assigned import (
+    data_written,
+    masks_written,
+    refuse_attributes,
+    refuse_other_buffers,
+)
 from devplace.step_capture.batch import check_leaf, leaf_names, open_objects
 from devplace.step_capture.ctc import lengths_in_tensors
 from devplace.step_capture.fakes import Fakes, windows_trusted
 from devplace.step_capture.guards.frames import Frames, left_alone
 from devplace.step_capture.guards.host_state import draws_on_host, host_watched
-from devplace.step_capture.guards.twice import Recorder
+from devplace.step_capture.guards.twice import Recorder, refuse_kept
 from devplace.step_capture.loss import (
     Returned,
     read_loss,
@@ -101,8 +107,11 @@ class TracedStep:
         given = self._by_kind(flat)
         with self.tagger.module_hooks():
             if not self._is_rehearsed:  # unseen by the trace
-                with disable_proxy_modes_tracing(), self.frames.put_back():
-                    self._rehearse(given)
+                with disable_proxy_modes_tracing():
+                    with self.frames.put_back():
+                        made = self._rehearse(given)
+                    if self.difference is None:
+                        refuse_kept(made, self.frames.kept())
             self.tagger.restart()
             with _written(given), self.frames.put_back():
                 self._slots.put(_sources(given))
@@ -121,8 +130,8 @@ class TracedStep:
         self._describe(len(heads), len(changed), list(given["input"].values()))
         return [*heads, *changed, *given["input"].values(), *self.extra.values()]
 
-    def _rehearse(self, given: Given) -> None:
-        """Run twice, the second time as the next step would.
+    def _rehearse(self, given: Given) -> list[weakref.ref[torch.Tensor]]:
+        """Run twice, the second time as the next step would; gives what both have made.
 
         What is wrong with the second is told when a trace has found nothing worse.
         """
@@ -130,9 +139,10 @@ class TracedStep:
         with frames.followed():
             first = self._recorded(given)
         frames.note()
+        made = first.made()
         try:
             with frames.followed_again():
-                self._recorded(given, first)
+                made += self._recorded(given, first).made()
             frames.refuse_lost(first.is_state)
         except Exception as error:
             self.difference = error
@@ -141,6 +151,7 @@ class TracedStep:
             raise draws_on_host("the step", drawn_from)
         self._recorder = self.fakes.call_of = None
         self.outputs, self.output_spec, self.output_leaves = [], None, ()
+        return made
 
     def _recorded(self, like: Given, before: Recorder | None = None) -> Recorder:
         """Run once on new tensors, and record that."""
@@ -156,6 +167,7 @@ class TracedStep:
         self.fakes.call_of = recorder.call_of
         with _written(given), recorder, watched:
             heads, grads = self._run(given)
+        refuse_attributes(given["parameter"] | given["buffer"])
         now = slots.get()
         there = set(map(id, now))
         there -= {id(given["parameter"][name]) for name in self.trained}

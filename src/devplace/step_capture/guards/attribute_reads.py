@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import sys
@@ -118,6 +119,8 @@ class Reads:
                 self._take(Place(name, known, name, known[name]), names, name)
             elif name in sys.modules:
                 self._go(Place(name, None, None, sys.modules[name]), names, name)
+            elif not hasattr(builtins, name):  # the function sets it, or fails
+                self._take(Place(name, known, name, NOTHING), names, name)
 
     def argument(self, name: str, value: Any, names: Names, word: str | None = None) -> None:
         """Take up what a function reads of an argument, or of what another one gives it.

@@ -25,8 +25,8 @@ from devplace.step_capture.guards.code_names import (
     uses_of_names,
 )
 from devplace.step_capture.guards.rechecked import Place, enclosed
-from devplace.step_capture.guards.values import differs, kept
-from devplace.step_capture.guards.written import Outliving
+from devplace.step_capture.guards.values import differs, is_array, kept, leaves
+from devplace.step_capture.guards.written import Outliving, Written, refuse_lost
 from devplace.step_capture.sources import Slots, memory
 from devplace.step_capture.tags import is_user_file
 
@@ -119,19 +119,34 @@ class Frames:
                     self._watched.add(id(names.code))
         self.reads.start_again()
         self._entered = set()
-        words = self.outliving.words()
-        self._watched |= {id(c) for c in self._codes if words & {*c.co_names, *c.co_freevars}}
+        words = self.outliving.words() | {str(place.key) for place, _ in self._changed}
+        self._watched |= {
+            id(c) for c in self._codes if words & {*c.co_names, *c.co_freevars, *c.co_varnames}
+        }
 
     def refuse_lost(self, is_state: Callable[[torch.Tensor], bool]) -> None:
-        """See `Outliving.refuse_lost`."""
+        """See `written.refuse_lost`."""
         ran = [code for code in self._codes if id(code) in self._users]
         executed = {code: self._executed.get(id(code), {}) for code in ran}
-        self.outliving.refuse_lost(executed, is_state, self._is_there)
+        written = [each for each in self.outliving.written() if self._is_there(each.owner)]
+        for place, first in self.changed:
+            kind = type(place.holder) if place.kind == "attribute" else None
+            is_global = isinstance(place.holder, dict) and "__builtins__" in place.holder
+            if is_global or place.kind == "variable" or (kind and is_array(first)):
+                now = kept(place.present())
+                name = place.described
+                written.append(Written(name, str(place.key), kind, first, now, None))
+        refuse_lost(written, executed, is_state)
 
     @property
     def changed(self) -> list[tuple[Place, Any]]:
         """Places whose values the first run has changed, with what they became."""
         return [(place, now) for place, now in self._changed if self._stays(place)]
+
+    def kept(self) -> set[int]:
+        """`id` of tensors that are noted as values of the first run."""
+        values = [*self.outliving.first.values(), *(now for _, now in self._changed)]
+        return {id(leaf) for value in values for leaf in leaves(value) or ()}
 
     def found(self) -> list[Place]:
         """What two runs have read and not changed, and is there after the step."""
@@ -159,7 +174,8 @@ class Frames:
         return replace(place, above=self._reachable(above))
 
     def _is_there(self, value: Any) -> bool:
-        return id(value) in self.reads.stays or id(value) in self.reads.met
+        is_met = id(value) in self.reads.stays or id(value) in self.reads.met
+        return is_met or isinstance(value, type)
 
     def _sets_first(self, names: Names, key: Any) -> bool:
         """Whether what ran of some code has set a name before it read it."""
