@@ -16,9 +16,8 @@ import argparse
 import dataclasses
 import json
 import math
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
@@ -58,7 +57,6 @@ RIGHT = {
 }
 """Each refusal of a model that is right: values decide, or kernels of other libraries."""
 RAN = ("bit-equal", "equal", "equal to unplaced")
-LAST = "RESULT "
 
 
 def unequal() -> Any:
@@ -161,19 +159,30 @@ def _errors(model: Any, eager: Any) -> list[float]:
 
 
 def child(name: str, seconds: float) -> dict[str, Any]:
-    """One model in a process of its own."""
+    """One model in a process of its own, forked from one that has imported the libraries."""
     begin = time.perf_counter()
-    command = [sys.executable, __file__, "--one", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"name": name, "status": "no answer", "why": f"after {seconds:g} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(LAST)]
-    if not lines:
-        why = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
-        return {"name": name, "status": "failed", "why": why}
-    found = json.loads(lines[-1].removeprefix(LAST))
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(there, name))
+    process.start()
+    there.close()
+    found: dict[str, Any] = {"status": "no answer", "why": f"after {seconds:g} s"}
+    if here.poll(seconds):
+        try:
+            found = here.recv()
+        except EOFError:
+            found = {"status": "failed", "why": "the process ended"}
+    process.kill()
+    process.join()
     return {"name": name, **found, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def _send(there: Any, name: str) -> None:
+    try:
+        found = run_one(name)
+    except Exception as error:
+        found = {"status": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
+    there.send(found)
 
 
 def table(data: dict[str, Any]) -> str:
@@ -215,7 +224,8 @@ def table(data: dict[str, Any]) -> str:
     for row in runs:
         error = f"{row['error']:.1e}" if row.get("error") else "0" if "error" in row else "-"
         lines.append(
-            f"| {row['name']} | {row['ops']} | {row['capture_cpu_s']:.2f} | {row['status']} | {error} |"
+            f"| {row['name']} | {row['ops']} | {row['capture_cpu_s']:.2f} | {row['status']} "
+            f"| {error} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -242,16 +252,13 @@ def _libraries(data: dict[str, Any]) -> str:
 def main() -> None:
     """Run all models; results are written after each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--one", default="")
     parser.add_argument("--only", default="")
     parser.add_argument("--again", action="store_true", help="keep rows that ran, run the others")
     parser.add_argument("--jobs", type=int, default=1, help="models at once")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--note", default="")
     options = parser.parse_args()
-    if options.one:
-        print(LAST + json.dumps(run_one(options.one)), flush=True)
-        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["zoo.loaded"])
     from zoo import cases
 
     libraries = {}

@@ -265,6 +265,19 @@ BY_MODEL: Any = weakref.WeakKeyDictionary()
 CONTEXT: Any = contextvars.ContextVar("CONTEXT", default=0)
 COUNT = np.zeros(1)
 GIVEN: dict[str, Any] = {}
+SIZES: list[int] = []
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean: Any = 0
+
+
+SLOT = Slotted()
 
 
 def marked() -> None:
@@ -314,6 +327,18 @@ class Elsewhere(Statistics):
             return h
         return h / float(COUNT[0])
 
+    def in_a_slot(self, h: Any) -> Any:
+        if self.training:
+            SLOT.mean = h.detach().mean(0)
+            return h
+        return h - SLOT.mean
+
+    def by_length(self, h: Any) -> Any:
+        if self.training:
+            SIZES.append(0)
+            return h
+        return h / len(SIZES)
+
     def by_model(self, h: Any) -> Any:
         if self.training:
             BY_MODEL[self] = h.detach().mean(0)
@@ -333,6 +358,10 @@ class Elsewhere(Statistics):
             return h
         return h - weight.mean
 
+    def frozen(self, h: Any) -> Any:
+        self.f.weight.requires_grad_(False)
+        return h
+
     def gradient(self, h: Any) -> Any:
         (grad,) = torch.autograd.grad(h.sum(), self.f.weight, retain_graph=True)
         self.f.weight.grad = grad
@@ -346,9 +375,12 @@ ELSEWHERE = {
     "in_a_default": "given is written",
     "of_a_thread": "'mean' of LOCAL is written",
     "in_an_array": "COUNT is written",
-    "by_model": "still held when it is over, by way of module",
+    "in_a_slot": "SLOT.mean is written",
+    "by_length": "SIZES is written",
+    "by_model": "still held when it is over, by way of BY_MODEL",
     "in_a_context": "still held when it is over, by way of a context variable",
     "of_a_parameter": ".mean of 'f.weight' is set",
+    "frozen": ".requires_grad of 'f.weight' is set",
     "gradient": ".grad of 'f.weight' is set",
 }
 
@@ -361,6 +393,8 @@ def test_what_a_step_writes_elsewhere_is_refused(kind: str) -> None:
     if kind not in ("by_model", "in_a_context"):
         assert Elsewhere.late == LAST == COUNT[0] == 0
         assert not GIVEN
+        assert not SIZES
+        assert SLOT.mean == 0
         assert not vars(LOCAL)
         assert not vars(marked)
     BY_MODEL.clear()
@@ -378,3 +412,18 @@ def test_a_log_in_a_global_is_left_as_it_was() -> None:
     net = nn.Linear(4, 3)
     assert capture(net, batch(), logged, sgd(list(net.parameters())))
     assert LAST == 0
+
+
+def test_an_update_in_the_loss_is_refused_by_its_line() -> None:
+    """It would be with the gradients of the step before."""
+    net = nn.Linear(4, 3)
+    other = sgd(list(net.parameters()))
+
+    def updating(m: Any, x: Any, y: Any) -> Any:
+        loss = loss_fn(m, x, y)
+        other.step()
+        return loss
+
+    found = refusal(updating, net)
+    assert "test_lost.py" in found
+    assert "calls step() of an optimizer" in found

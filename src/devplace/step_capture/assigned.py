@@ -122,22 +122,25 @@ def _refuse_other(name: str, before: torch.Tensor, after: Any) -> None:
         )
 
 
-def refuse_attributes(tensors: Mapping[str, torch.Tensor]) -> None:
+def refuse_attributes(
+    tensors: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> None:
     """Refuse what a step has put on a parameter or buffer itself: `.grad`, or another attribute.
 
     Args:
         tensors: Name -> tensor of a trace.
+        before: Name -> the user's.
 
     Raises:
         CaptureError: Names one.
     """
     for name, tensor in tensors.items():
-        own = sorted(key for key in vars(tensor) if key not in _OWN and not key.startswith("_"))
-        if tensor.grad is not None:
-            own.append("grad")
+        own = [key for key in vars(tensor) if key not in _OWN and not key.startswith("_")]
+        own += ["grad"] * (tensor.grad is not None)
+        own += ["requires_grad"] * (tensor.requires_grad != before[name].requires_grad)
         if own:
             raise CaptureError(
-                f"Attributes of parameters and buffers are not kept by a step: .{own[0]} of "
-                f"{name!r} is set in it, and would be lost. Keep it in a buffer (register_buffer); "
-                f"gradients that are to be trained with belong into the loss."
+                f"Attributes of parameters and buffers are fixed during a step: .{own[0]} of "
+                f"{name!r} is set in it, and would be lost. Keep it in a buffer (register_buffer), "
+                f"put into the loss what is to be trained with, and freeze parameters outside."
             )

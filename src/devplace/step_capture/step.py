@@ -111,7 +111,7 @@ class TracedStep:
                     with self.frames.put_back():
                         made = self._rehearse(given)
                     if self.difference is None:
-                        refuse_kept(made, self.frames.kept())
+                        refuse_kept(made, self.frames.kept(), self.frames.name_of)
             self.tagger.restart()
             with _written(given), self.frames.put_back():
                 self._slots.put(_sources(given))
@@ -149,6 +149,7 @@ class TracedStep:
         drawn_from = frames.outliving.drawn_from()
         if drawn_from:
             raise draws_on_host("the step", drawn_from)
+        frames.reads.let_go()
         self._recorder = self.fakes.call_of = None
         self.outputs, self.output_spec, self.output_leaves = [], None, ()
         return made
@@ -167,7 +168,6 @@ class TracedStep:
         self.fakes.call_of = recorder.call_of
         with _written(given), recorder, watched:
             heads, grads = self._run(given)
-        refuse_attributes(given["parameter"] | given["buffer"])
         now = slots.get()
         there = set(map(id, now))
         there -= {id(given["parameter"][name]) for name in self.trained}
@@ -220,13 +220,17 @@ class TracedStep:
         self, given: dict[str, dict[Any, torch.Tensor]]
     ) -> tuple[Tensors, dict[str, torch.Tensor]]:
         with torch.set_grad_enabled(self.request.has_gradients):
+            own = given["parameter"] | given["buffer"]
             if self.request.mode == "inference":
-                return self._infer(given["input"]), {}
+                heads = self._infer(given["input"])
+                refuse_attributes(own, self.request.sources.all)
+                return heads, {}
             wanted = self._differentiated(given["parameter"])
             chunks = self._chunks(given["input"])
             whole = self._counts_of_whole(_flat(given))
             run = functools.partial(self._forward, chunks=chunks, counts=whole)
             first = run(0)
+            refuse_attributes(own, self.request.sources.all)
             combine = self._mean if first.weight is None else self._weighted
             returned, loss, grads = combine(len(chunks), run, first, wanted)
         self.tagger.micro_batch = -1

@@ -26,10 +26,9 @@ from devplace.step_capture.guards.code_names import (
 from devplace.step_capture.guards.rechecked import (
     Place,
     attribute,
-    attribute_of,
     enclosed,
-    looked_up,
     own_names,
+    tried,
 )
 from devplace.step_capture.guards.values import (
     NOTHING,
@@ -94,6 +93,10 @@ class Reads:
         self._is_over = True
         self.met, self._seen = set(), set()
 
+    def let_go(self) -> None:
+        """The second run is over: nothing more is met, and what steps make is let go."""
+        self._known = {key: value for key, value in self._known.items() if key in self.stays}
+
     def readers_of(self, place: Place) -> Iterable[Names]:
         """Functions that read a place."""
         return self._readers[id(place.holder), place.key].values()
@@ -141,18 +144,18 @@ class Reads:
         at = Place(name_of, value, None, value, "argument", outlives=stays)
         uses = names.uses.get(word, _NONE)
         if not stays and (is_list_or_dict(value) or is_array(value)) and _is_read(value, uses):
-            self._keep(at, names)
+            self.keep(at, names)
         self._go(at, names, word)
 
     def _take(self, place: Place, names: Names, word: Any) -> None:
         """Keep a value if it is read, and go on into it."""
         value = place.value
         if _is_read(value, names.uses.get(word, _NONE)):
-            self._keep(place, names)
+            self.keep(place, names)
         if value is not NOTHING:
             self._go(place, names, word)
 
-    def _keep(self, place: Place, names: Names | None = None) -> None:
+    def keep(self, place: Place, names: Names | None = None) -> None:
         """Note a place, with its value before the step."""
         value = place.value
         if value is not NOTHING and (not is_kept(value) or holds_fakes(value)):
@@ -195,7 +198,7 @@ class Reads:
                 self._attribute(at, key, names, word)
         for kind, key in uses:
             if kind == "item" and isinstance(value, Mapping):
-                self._take(at.item(key, looked_up(value, key)), names, key)
+                self._take(at.item(key, tried(value.get, key)), names, key)
             elif kind in ("attribute", "maybe"):
                 self._attribute(at, key, names, key, kind == "maybe")
 
@@ -225,7 +228,7 @@ class Reads:
             if (found is NOTHING and not may_lack) or not _is_simple(found):
                 return
         elif is_field or isinstance(found, types.MemberDescriptorType):
-            found = attribute_of(value, key)
+            found = tried(getattr, value, key)
         elif hasattr(found, "__get__"):
             self._meet_cached(found)
             return
@@ -239,7 +242,7 @@ class Reads:
             self._meet_cached(found)
         elif path is not None and isinstance(found, torch.nn.Module):
             self._go(at.attribute(key, found), names, word)
-        elif found is not NOTHING or (may_lack and attribute_of(module, key) is NOTHING):
+        elif found is not NOTHING or (may_lack and tried(getattr, module, key) is NOTHING):
             self._take(at.attribute(key, found, own, path), names, word)
 
     # ---- what is met
@@ -280,7 +283,7 @@ class Reads:
             for part in (value.func, *value.args):
                 self.meet(name, part, stays)
             for key, part in value.keywords.items():
-                self._keep(Place(key, value.keywords, key, part, outlives=stays))
+                self.keep(Place(key, value.keywords, key, part, outlives=stays))
                 self.meet(key, part, stays)
 
     def _meet_cached(self, found: Any) -> None:
@@ -350,7 +353,7 @@ def _by_rule(value: Any, key: str) -> Any:
     rules: Any = type(value)
     own = rules.__getattribute__ is not object.__getattribute__
     is_ruled = own or hasattr(rules, "__getattr__")
-    return attribute_of(value, key) if is_ruled and not isinstance(value, type) else NOTHING
+    return tried(getattr, value, key) if is_ruled and not isinstance(value, type) else NOTHING
 
 
 def _is_simple(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from devplace.errors import CaptureError
 
@@ -61,6 +62,10 @@ def host_watched(
         def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
 
+        def stepped(*args: Any) -> None:
+            raise _updates(place())
+
+        stack.callback(register_optimizer_step_pre_hook(stepped).remove)
         put(torch.amp.GradScaler, "scale", unscaled)
         for kind in (random.Random, random.SystemRandom):
             for name in ("random", "getrandbits"):
@@ -92,6 +97,13 @@ def draws_on_host(where: str, name: str = "") -> CaptureError:
         f"Random decisions on the host would be frozen by capture: {where} draws from Python's or "
         f"NumPy's generator{generator}. Draw with torch, or decide outside the step and pass it as "
         f"an input."
+    )
+
+
+def _updates(where: str) -> CaptureError:
+    return CaptureError(
+        f"Backward and the update belong to the step: {where} calls step() of an optimizer. Give "
+        f"that optimizer to capture, and let loss_fn return the loss alone."
     )
 
 

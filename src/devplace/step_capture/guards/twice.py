@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import gc
 import sys
 import types
@@ -311,21 +310,27 @@ def _identity(tensor: torch.Tensor) -> Any:
     return id(tensor)
 
 
-def refuse_kept(made: Sequence[weakref.ref[torch.Tensor]], known: Collection[int]) -> None:
+def refuse_kept(
+    made: Sequence[weakref.ref[torch.Tensor]],
+    known: Collection[int],
+    name_of: Callable[[Any], str | None],
+) -> None:
     """Refuse a step of whose tensors some stay, though all known places were put back.
 
-    A module of Python, a class or a context must hold them: torch forgets some that nobody has.
+    What outlives the step must hold them: torch forgets some that nobody has.
 
     Args:
         made: Tensors without values that two runs have made.
         known: `id` of those that are noted as what the step writes.
+        name_of: Name of an object that outlives the step; None for others.
 
     Raises:
         CaptureError: Says what holds one.
     """
-    if not _still_there(made, known):
-        return
-    gc.collect()
+    for generation in range(3):  # the last is slow, and seldom needed
+        if not _still_there(made, known):
+            return
+        gc.collect(generation)
     held: list[Any] = list(_still_there(made, known))
     seen = {id(held), *map(id, held)}
     for _ in range(_MAX_HOLDERS if held else 0):
@@ -334,9 +339,9 @@ def refuse_kept(made: Sequence[weakref.ref[torch.Tensor]], known: Collection[int
         held = [each for each in above if id(each) not in seen]
         seen |= {id(held), id(found), id(above), *map(id, held)}
         for holder in held:
-            if _outlives(holder):
-                is_module = isinstance(holder, dict)
-                name = f"module {holder['__name__']!r}" if is_module else "a context variable"
+            is_context = type(holder).__name__.startswith("hamt")
+            name = "a context variable" if is_context else name_of(holder)
+            if name is not None:
                 raise CaptureError(
                     f"State of a step must be kept in buffers of the model: a tensor that the "
                     f"step makes is still held when it is over, by way of {name}, where it cannot "
@@ -350,10 +355,3 @@ def _still_there(
 ) -> list[torch.Tensor]:
     there = (each() for each in made)
     return [each for each in there if each is not None and id(each) not in known]
-
-
-def _outlives(holder: Any) -> bool:
-    """Whether an object is there for longer than a step: the names of a module, or a context."""
-    if isinstance(holder, dict):
-        return "__name__" in holder and "__builtins__" in holder
-    return type(holder).__name__.startswith("hamt") or isinstance(holder, contextvars.Context)

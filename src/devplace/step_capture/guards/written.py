@@ -26,7 +26,7 @@ from devplace.step_capture.guards.values import (
     kept,
     leaves,
 )
-from devplace.step_capture.sources import CONTAINERS, memory, restore
+from devplace.step_capture.sources import CONTAINERS, restore
 
 CACHE = type(functools.lru_cache(lambda: None))
 _MODULE_OWN = frozenset(dir(torch.nn.Module)) | frozenset(vars(torch.nn.Module()))
@@ -164,16 +164,6 @@ class Outliving:
         changed = (n for n, each, state in self._generators if repr(_state(each)) != repr(state))
         return next(changed, None)
 
-    def replaced(self) -> dict[int, str]:
-        """Memory of tensors that others are put in place of -> name."""
-        return {
-            memory(old): self.names[id(old)]
-            for saved in self._saved
-            if isinstance(saved.old, dict)
-            for key in saved.changes()
-            if isinstance(old := saved.old.get(key), torch.Tensor)
-        }
-
     def note(self) -> None:
         """The first of two runs has been."""
         self.first = {slot: kept(value) for slot, value in self._changes().items()}
@@ -202,6 +192,10 @@ class Outliving:
             name = saved.name if saved.word else f"{key!r} of {saved.name}"
             word = saved.word or str(key)
             yield Written(name, word, saved.kind, value, now.get((k, key), value), saved.owner)
+        for k, key in now.keys() - self.first.keys():
+            saved, value = self._saved[k], now[k, key]
+            if saved.word and is_plain(value):  # it grows
+                yield Written(saved.name, saved.word, saved.kind, NOTHING, value, saved.owner)
 
 
 class Written(NamedTuple):
@@ -241,7 +235,8 @@ def refuse_lost(
     """
     for each in written:
         found = [leaf for leaf in leaves(each.first) or () if isinstance(leaf, FakeTensor)]
-        is_counted = not found and is_plain(each.first) and differs(each.second, each.first)
+        is_known = each.first is NOTHING or is_plain(each.first)
+        is_counted = not found and is_known and differs(each.second, each.first)
         if not (is_counted or any(map(is_state, found))):
             continue
         line = _reader(each.word, each.kind, executed)
