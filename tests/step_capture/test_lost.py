@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import types
 import weakref
 from typing import Any
 
@@ -399,6 +400,20 @@ def test_what_a_step_writes_elsewhere_is_refused(kind: str) -> None:
         assert not vars(marked)
     BY_MODEL.clear()
     CONTEXT.set(0)
+
+
+def test_a_log_in_a_module_is_left_as_it_was() -> None:
+    """Of the user's; what packages hold is refused."""
+    own: Any = types.ModuleType("own")
+    own.__file__, own.last = "/own.py", 0
+
+    def logged(m: Any, x: Any, y: Any) -> Any:
+        own.last = m(x).detach()
+        return loss_fn(m, x, y)
+
+    net = nn.Linear(4, 3)
+    assert capture(net, batch(), logged, sgd(list(net.parameters())))
+    assert own.last == 0
 
 
 def test_a_log_in_a_global_is_left_as_it_was() -> None:

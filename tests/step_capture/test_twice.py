@@ -163,6 +163,8 @@ HOST: dict[str, Callable[[Any], Any]] = {
     "time": lambda h: h * (time.time() % 7),
     "an hour": lambda h: h * 2 if time.monotonic() - START < 1e6 else h,
     "perf_counter": lambda h: h + time.perf_counter(),
+    "year": lambda h: h + time.localtime().tm_year,
+    "day": lambda h: h + float(time.strftime("%w")),
     "hours": lambda h: h + time.time_ns() // 3_600_000_000_000,
     "calls": Counting(),
 }

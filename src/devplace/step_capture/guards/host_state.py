@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import time
@@ -15,13 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from devplace.errors import CaptureError
 
-_LATER_S = 30_000_000
-"""How much later it is in the second run, by the functions of `time`."""
+_LATER_S = (415 * 24 + 5) * 3600 + 7 * 60 + 11
+"""How much later it is in the second run, by the functions of `time`: another year, month, day of
+the week, hour, minute and second."""
 _CLOCKS = {
     f"{name}{unit}": _LATER_S * times
     for name in ("time", "monotonic", "perf_counter", "process_time")
     for unit, times in (("", 1), ("_ns", 1_000_000_000))
 }
+
+_CALENDARS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 
 
 @contextlib.contextmanager
@@ -77,9 +81,24 @@ def host_watched(
             for name, function in tuple(vars(module).items()):
                 if isinstance(getattr(function, "__self__", None), kind):
                     put(module, name, refused)
-        for name in _CLOCKS if is_second else ():
-            put(time, name, later)
+        if is_second:
+            now = time.time() + _LATER_S
+            for name in _CLOCKS:
+                put(time, name, later)
+            for name, at in _CALENDARS.items():
+                put(time, name, functools.partial(_at_time, at, now))
         yield
+
+
+def _at_time(at: int, now: float, get: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `time` that takes the present where its argument at some place is missing."""
+
+    def call(*args: Any) -> Any:
+        if len(args) > at:
+            return get(*args)
+        return get(*args, time.localtime(now) if get.__name__ in ("strftime", "asctime") else now)
+
+    return call
 
 
 def global_generators() -> list[tuple[str, Any]]:

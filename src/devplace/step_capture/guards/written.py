@@ -43,7 +43,7 @@ class _Saved:
         name: Of the container, or of the object.
         word: By which functions read the container; empty for attributes, which have their own.
         kind: Class of the object, if that is known.
-        held: The container itself; None for a class, whose attributes are only set one by one.
+        held: The container itself; None for classes and modules, whose names are set one by one.
         old: As it was.
         owner: The container or object itself.
     """
@@ -111,6 +111,8 @@ class Outliving:
             self._save(name, name.rpartition(".")[2], None, value, value)
         elif isinstance(value, type):
             self._meet_class(value)
+        elif isinstance(value, types.ModuleType) and is_users(value.__dict__.get("__file__") or ""):
+            self._save(name, "", None, None, value)
         elif _is_users_object(value):
             self._save(name, "", _kind(value), vars(value), value)
             self._meet_class(type(value))
