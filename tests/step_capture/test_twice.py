@@ -143,6 +143,14 @@ def test_a_generator_that_the_step_makes_with_a_seed_is_a_constant() -> None:
     )
 
 
+def test_the_seed_that_is_set_may_be_read() -> None:
+    """It is that of the user's, not one by which draws are counted."""
+    net = Net(lambda h: h * (torch.initial_seed() % 100)).double()
+    data = [(x.double(), y) for x, y in [batch()] * 2]
+    torch.manual_seed(11)
+    compare_with_eager(net, data, loss_fn, sgd, at_random(0))
+
+
 START = time.monotonic()
 
 

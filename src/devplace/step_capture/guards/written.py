@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from devplace.errors import CaptureError
-from devplace.step_capture.guards.code_names import LOADS, WRITERS, is_users
+from devplace.step_capture.guards.code_names import LOADS, WRITERS, is_users, num_arguments
 from devplace.step_capture.guards.host_state import global_generators
 from devplace.step_capture.guards.values import (
     NOTHING,
@@ -276,22 +276,35 @@ def _reader(word: str, kind: type | None, executed: Executed) -> str:
         is_other = kind is not None and owner not in {*of_kind, "", "<locals>"}
         if is_other and kind is not None and issubclass(kind, torch.nn.Module):
             continue  # other modules read such names of themselves
-        line = _line_of(word, code, offsets, code.co_varnames[:1] if is_other else ())
+        given = kind is None and word in code.co_varnames[: num_arguments(code)]
+        loads = (*LOADS, "LOAD_FAST") if given else LOADS
+        line = _line_of(word, code, offsets, loads, code.co_varnames[:1] if is_other else ())
         if line:
             return f"{code.co_filename.rpartition('/')[2]}:{line}"
     return ""
 
 
 def _line_of(
-    word: str, code: types.CodeType, offsets: Iterable[int], left_out: Iterable[str]
+    word: str,
+    code: types.CodeType,
+    offsets: Iterable[int],
+    loads: Iterable[str],
+    left_out: Iterable[str],
 ) -> int:
-    """The first line of code that reads a name and did not run; 0 if there is none."""
+    """The first line of code that reads a name and did not run; 0 if there is none.
+
+    Args:
+        word: The name.
+        code: Where it is looked for.
+        offsets: Of what ran.
+        loads: Names of ops that read.
+        left_out: Names of objects of which it may be an attribute.
+    """
     steps = list(dis.get_instructions(code))
     line = code.co_firstlineno
     for k, step in enumerate(steps):
         line = step.starts_line if type(step.starts_line) is int else line
-        is_read = step.opname in LOADS or step.opname == "LOAD_FAST"
-        if not is_read or step.argval != word or step.offset in offsets:
+        if step.opname not in loads or step.argval != word or step.offset in offsets:
             continue
         if steps[max(k - 1, 0)].argval in left_out:
             continue
