@@ -129,15 +129,16 @@ def refuse_attributes(
 
     Args:
         tensors: Name -> tensor of a trace.
-        before: Name -> the user's.
+        before: Name -> parameter of the user's.
 
     Raises:
         CaptureError: Names one.
     """
     for name, tensor in tensors.items():
         own = [key for key in vars(tensor) if key not in _OWN and not key.startswith("_")]
-        own += ["grad"] * (tensor.grad is not None)
-        own += ["requires_grad"] * (tensor.requires_grad != before[name].requires_grad)
+        own += ["grad"] * (tensor.is_leaf and tensor.grad is not None)
+        is_other = name in before and tensor.requires_grad != before[name].requires_grad
+        own += ["requires_grad"] * is_other
         if own:
             raise CaptureError(
                 f"Attributes of parameters and buffers are fixed during a step: .{own[0]} of "

@@ -223,14 +223,14 @@ class TracedStep:
             own = given["parameter"] | given["buffer"]
             if self.request.mode == "inference":
                 heads = self._infer(given["input"])
-                refuse_attributes(own, self.request.sources.all)
+                refuse_attributes(own, self.request.sources.parameters)
                 return heads, {}
             wanted = self._differentiated(given["parameter"])
             chunks = self._chunks(given["input"])
             whole = self._counts_of_whole(_flat(given))
             run = functools.partial(self._forward, chunks=chunks, counts=whole)
             first = run(0)
-            refuse_attributes(own, self.request.sources.all)
+            refuse_attributes(own, self.request.sources.parameters)
             combine = self._mean if first.weight is None else self._weighted
             returned, loss, grads = combine(len(chunks), run, first, wanted)
         self.tagger.micro_batch = -1

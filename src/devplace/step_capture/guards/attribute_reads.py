@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 import inspect
 import sys
@@ -122,7 +121,7 @@ class Reads:
                 self._take(Place(name, known, name, known[name]), names, name)
             elif name in sys.modules:
                 self._go(Place(name, None, None, sys.modules[name]), names, name)
-            elif not hasattr(builtins, name):  # the function sets it, or fails
+            elif name in names.late:
                 self._take(Place(name, known, name, NOTHING), names, name)
 
     def argument(self, name: str, value: Any, names: Names, word: str | None = None) -> None:

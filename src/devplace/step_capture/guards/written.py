@@ -66,6 +66,8 @@ class _Saved:
             restore(self.held, self.old)
             return
         for key in self.changes().keys() | self.old.keys() - vars(self.owner).keys():
+            if key.startswith("__"):
+                continue  # Python's own
             if key in self.old:
                 setattr(self.owner, key, self.old[key])
             else:
@@ -194,9 +196,9 @@ class Outliving:
             name = saved.name if saved.word else f"{key!r} of {saved.name}"
             word = saved.word or str(key)
             yield Written(name, word, saved.kind, value, now.get((k, key), value), saved.owner)
-        for k, key in now.keys() - self.first.keys():
-            saved, value = self._saved[k], now[k, key]
-            if saved.word and is_plain(value):  # it grows
+        for (k, key), value in now.items():
+            saved = self._saved[k]
+            if saved.word and (k, key) not in self.first and is_plain(value):  # it grows
                 yield Written(saved.name, saved.word, saved.kind, NOTHING, value, saved.owner)
 
 
@@ -276,9 +278,9 @@ def _reader(word: str, kind: type | None, executed: Executed) -> str:
         is_other = kind is not None and owner not in {*of_kind, "", "<locals>"}
         if is_other and kind is not None and issubclass(kind, torch.nn.Module):
             continue  # other modules read such names of themselves
-        given = kind is None and word in code.co_varnames[: num_arguments(code)]
-        loads = (*LOADS, "LOAD_FAST") if given else LOADS
-        line = _line_of(word, code, offsets, loads, code.co_varnames[:1] if is_other else ())
+        is_given = kind is None and word in code.co_varnames[: num_arguments(code)]
+        left_out = code.co_varnames[:1] if is_other else ()
+        line = _line_of(word, code, offsets, is_given, left_out)
         if line:
             return f"{code.co_filename.rpartition('/')[2]}:{line}"
     return ""
@@ -288,7 +290,7 @@ def _line_of(
     word: str,
     code: types.CodeType,
     offsets: Iterable[int],
-    loads: Iterable[str],
+    is_given: bool,
     left_out: Iterable[str],
 ) -> int:
     """The first line of code that reads a name and did not run; 0 if there is none.
@@ -297,16 +299,17 @@ def _line_of(
         word: The name.
         code: Where it is looked for.
         offsets: Of what ran.
-        loads: Names of ops that read.
+        is_given: Whether it is an argument, too.
         left_out: Names of objects of which it may be an attribute.
     """
     steps = list(dis.get_instructions(code))
     line = code.co_firstlineno
     for k, step in enumerate(steps):
         line = step.starts_line if type(step.starts_line) is int else line
-        if step.opname not in loads or step.argval != word or step.offset in offsets:
+        is_read = step.opname in LOADS or (is_given and step.opname.startswith("LOAD_FAST"))
+        if not is_read or word not in _names(step) or step.offset in offsets:
             continue
-        if steps[max(k - 1, 0)].argval in left_out:
+        if _names(steps[max(k - 1, 0)])[-1] in left_out:
             continue
         after = [*steps[k + 1 : k + 3], step, step]
         is_kind_asked = any(each.argval == "isinstance" for each in steps[max(k - 2, 0) : k])
@@ -314,6 +317,11 @@ def _line_of(
         if not is_kind_asked and not is_stored and after[0].argval not in WRITERS:
             return line
     return 0
+
+
+def _names(step: dis.Instruction) -> tuple[Any, ...]:
+    """What an instruction names; of two that are one, both."""
+    return step.argval if isinstance(step.argval, tuple) and step.argval else (step.argval,)
 
 
 def _is_users_object(value: Any) -> bool:
