@@ -317,7 +317,7 @@ def refuse_kept(
 ) -> None:
     """Refuse a step of whose tensors some stay, though all known places were put back.
 
-    What outlives the step must hold them: torch forgets some that nobody has.
+    What outlives the step must hold them: torch itself keeps some that nobody has.
 
     Args:
         made: Tensors without values that two runs have made.
@@ -327,13 +327,13 @@ def refuse_kept(
     Raises:
         CaptureError: Says what holds one.
     """
-    for generation in range(3):  # the last is slow, and seldom needed
-        if not _still_there(made, known):
-            return
-        gc.collect(generation)
+    if _still_there(made, known):
+        gc.collect(1)  # all generations would be slow
     held: list[Any] = list(_still_there(made, known))
     seen = {id(held), *map(id, held)}
-    for _ in range(_MAX_HOLDERS if held else 0):
+    for _ in range(_MAX_HOLDERS):
+        if not held:
+            return
         found = gc.get_referrers(*held)
         above = [each for each in found if not isinstance(each, types.FrameType)]
         held = [each for each in above if id(each) not in seen]
