@@ -207,6 +207,7 @@ def table(data: dict[str, Any]) -> str:
         f"{100 * len(runs) / max(1, rest):.1f} % run. A capture takes "
         f"{_median_ms_per_op(runs):.2f} ms of CPU per op, in the median over models.",
         "",
+        *([data["note"], ""] if data["note"] else []),
         "| model | what | why | judged |",
         "|---|---|---|---|",
     ]
@@ -224,14 +225,15 @@ def table(data: dict[str, Any]) -> str:
     for row in runs:
         error = f"{row['error']:.1e}" if row.get("error") else "0" if "error" in row else "-"
         lines.append(
-            f"| {row['name']} | {row['ops']} | {row['capture_cpu_s']:.2f} | {row['status']} "
+            f"| {row['name']} | {row['ops']} | {row.get('capture_cpu_s', '-')} | {row['status']} "
             f"| {error} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def _median_ms_per_op(runs: list[dict[str, Any]]) -> float:
-    return statistics.median(1e3 * row["capture_cpu_s"] / row["ops"] for row in runs)
+    timed = [row for row in runs if "capture_cpu_s" in row]
+    return statistics.median(1e3 * row["capture_cpu_s"] / row["ops"] for row in timed)
 
 
 def _judged(row: dict[str, Any]) -> str:
