@@ -6,6 +6,7 @@
 #   make test-slow   those that take seconds each
 #   make lint        formatting, types, import directions
 #   make docs        HTML in docs/_build      make bench      speed of capture, simulator, start
+#   make wheels      sdist and wheel for this platform, in dist
 #   make fuzz        100,000 damaged files for every reader, 200 kills while writing
 #
 # Variables:
@@ -21,7 +22,7 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu fuzz lint docs bench clean FORCE
+.PHONY: help demo test test-slow test-gpu fuzz lint docs bench wheels clean FORCE
 
 BIN := .venv/bin
 DONE := .venv/devplace
@@ -70,8 +71,16 @@ docs: $(DONE)/package $(DONE)/docs
 bench: $(DONE)/package
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
+# The wheel is built from the sdist. On Linux it may use no library that other Linuxes may lack.
+wheels: $(DONE)/wheels
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	if [ "$$(uname)" = Linux ]; then PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist/repaired dist/*.whl; \
+	  rm dist/*.whl; mv dist/repaired/*.whl dist; rmdir dist/repaired; fi
+	@ls dist
+
 clean:
-	rm -rf .venv build demo docs/_build
+	rm -rf .venv build demo dist docs/_build
 
 $(BIN)/python:
 	@echo "Making .venv"
@@ -113,7 +122,7 @@ $(DONE)/extras: pyproject.toml $(DONE)/torch
 	@$(PIP) -r $@.txt || echo "There are none for this platform; going on without"
 	@touch $@
 
-$(DONE)/test $(DONE)/lint $(DONE)/docs: $(DONE)/%: pyproject.toml $(DONE)/torch
+$(DONE)/test $(DONE)/lint $(DONE)/docs $(DONE)/wheels: $(DONE)/%: pyproject.toml $(DONE)/torch
 	@echo "Installing what 'make $*' needs"
 	@$(BIN)/python -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' > $@.txt

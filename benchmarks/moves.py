@@ -63,7 +63,7 @@ def main() -> None:
     priority = kernel.priority(device)
     base = kernel.trace(device, priority).makespan_ns
     task_group, rng = problem.core.tasks.group, np.random.default_rng(0)
-    fast = placers.groups.accelerators(problem)
+    fast = problem.accelerators
     print(f"{len(device)} tasks, step {base / 1e6:.1f} ms")
     for windows in (0, 1, 2, 4, 8, 16, 32):
         of_op = coarsen(graph, max_depth(graph), windows > 0, max(1, windows)).of_op

@@ -24,7 +24,7 @@ from devplace.problem import Problem
 
 WORKLOADS = ("rnnlm", "inception-v3", "gnmt-4", "bert-large", "gpt-2")
 MACHINES = ("k40x4", "h100x4")
-WHOLE = Search()
+WHOLE = Search(least_gain=0.0)
 MOVES = WHOLE.moves
 VARIANTS = {
     "whole search": WHOLE,

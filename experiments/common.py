@@ -64,3 +64,10 @@ def write(name: str, data: dict[str, Any]) -> None:
     """Write a result; a later run replaces it."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def named_placer(name: str) -> Any:
+    """A placer to compare: `search` gives the shortest step that it finds, whatever it gains."""
+    from devplace import placers
+
+    return placers.Search(least_gain=0.0) if name == "search" else placers.by_name(name)

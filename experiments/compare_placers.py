@@ -13,7 +13,7 @@ import argparse
 import time
 from typing import Any
 
-from common import capture_workload, provenance, write
+from common import capture_workload, named_placer, provenance, write
 
 from devplace import placers, workloads
 from devplace.cost.analytic import Analytic
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--machines", default=",".join(MACHINES))
     parser.add_argument("--name", default="compare_placers", help="of the result file")
     options = parser.parse_args()
-    kinds = [placers.by_name(placer) for placer in options.placers.split(",")]
+    kinds = [named_placer(placer) for placer in options.placers.split(",")]
     data: dict[str, Any] = {"provenance": provenance(), "budget": options.budget, "rows": []}
     for name in options.workloads.split(","):
         data["rows"] += rows(

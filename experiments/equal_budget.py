@@ -76,7 +76,7 @@ class Annealing:
         while not evaluate.exhausted:
             step, over = evaluate.batch(tried[tasks.group][None, :])
             new_key = int(over[0]), int(step[0])
-            if self._takes(key, new_key, evaluate.fraction_spent, rng):
+            if self._takes(key, new_key, evaluate.meter.fraction_spent, rng):
                 now, key = tried, new_key
             if new_key < best_key:
                 best, best_key = tried, new_key
@@ -99,7 +99,7 @@ class Annealing:
 
 
 KINDS: dict[str, Placer] = {
-    "search": placers.Search(),
+    "search": placers.Search(least_gain=0.0),
     "annealing": Annealing(),
     "annealing from heft": Annealing("annealing from heft", placers.Heft()),
     "random": placers.Random(),
@@ -121,8 +121,8 @@ def solve(saved: bytes, wanted: dict[str, Any]) -> dict[str, Any]:
         **wanted,
         "step_ns": timeline.makespan_ns,
         "feasible": timeline.is_feasible,
-        "evaluations": evaluate.num_evaluations,
-        "seconds": round(evaluate.seconds, 2),
+        "evaluations": evaluate.meter.num_evaluations,
+        "seconds": round(evaluate.meter.seconds, 2),
         "ops": len(graph.ops),
     }
 

@@ -30,7 +30,12 @@ def row(graph: OpGraph, machine_name: str, seconds: float) -> dict[str, Any]:
     problem = Problem(graph, machine, Analytic()(graph, machine))
     bound = lower_bound(problem)
     result = placers.place(
-        problem, placers.Search(), f"{seconds}s", 0, allow_infeasible=True, bound=bound
+        problem,
+        placers.Search(least_gain=0.0),
+        f"{seconds}s",
+        0,
+        allow_infeasible=True,
+        bound=bound,
     )
     return {
         "workload": graph.name,

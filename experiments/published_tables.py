@@ -30,7 +30,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, capture_workload, provenance, write
+from common import RESULTS, capture_workload, named_placer, provenance, write
 
 from devplace import placers
 from devplace.cost.analytic import Analytic
@@ -202,7 +202,7 @@ def run(job: Job, folder: str) -> dict[str, Any]:
         problem = replace(problem, exclude=others)
         placer: placers.Placer = placers.Single()
     else:
-        placer = KINDS.get(job.placer) or placers.by_name(job.placer)
+        placer = KINDS.get(job.placer) or named_placer(job.placer)
     bound, begin = bound_of(job.row, folder), time.process_time()
     result = placers.place(
         problem,

@@ -32,6 +32,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from common import named_placer
 
 from devplace import placers
 from devplace.bench.as_problems import dataflow_problem
@@ -263,7 +264,7 @@ def ours(case: Case, name: str, budget: str, seed: int) -> dict[str, Any]:
     most = Budget(evaluations=times * (Budget.parse(budget).evaluations or 1))
     row: dict[str, Any] = {"scheduler": name, "who": "devplace", "seed": seed}
     for links, problem in _links(case):
-        found = placers.place(problem, placers.by_name(placer), most, seed)
+        found = placers.place(problem, named_placer(placer), most, seed)
         row[links], row[f"{links} seconds"] = found.step_ns, round(found.seconds, 2)
         if links == "free":
             row["by_saga_ns"] = valued_by_saga(problem, found.placement)
@@ -305,7 +306,7 @@ def tiny_case(seed: int) -> dict[str, Any]:
     graph, network = as_saga(problem)
     brute_force = import_module("saga.schedulers").BruteForceScheduler()
     best = brute_force.schedule(network, graph).makespan
-    found = placers.place(problem, placers.by_name("search"), "400ev", 0).step_ns
+    found = placers.place(problem, named_placer("search"), "400ev", 0).step_ns
     return {"seed": seed, "brute_force_ns": float(best), "search_ns": found}
 
 

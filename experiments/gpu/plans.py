@@ -396,7 +396,7 @@ class Bench:
         modules = [op.module.rpartition(".")[0] or op.module for op in step.graph.ops]
         names = sorted(set(modules))
         of_op = np.array([names.index(module) for module in modules])
-        devices = np.array(placers.groups.accelerators(problem), np.int32)
+        devices = np.array(problem.accelerators, np.int32)
         best = np.array(plan.placement, np.int32)
         for number in range(self.options.placements):
             moved = rng.random(len(names)) < SHARES[number % len(SHARES)]

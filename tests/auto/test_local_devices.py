@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +39,8 @@ def test_a_number_means_logical_cpu_devices() -> None:
 
 
 def test_cpus_beside_gpus_are_left_out_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With GPUs of this computer the CPU is used only if asked for, or where a pin names it; on
-    CPUs alone, and where the GPUs are elsewhere, it always is."""
+    """Beside GPUs, here or elsewhere, the CPU is used if asked for or where a pin names it, on CPUs
+    alone always."""
     with_gpus(monkeypatch, 2, "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("devplace.kernels.fused.why_not_compiled", lambda name: "none here")
 
@@ -61,13 +60,36 @@ def test_cpus_beside_gpus_are_left_out_unless_wanted(monkeypatch: pytest.MonkeyP
     target = find_target("h100x2", {"cuda:1": "0"}, device="cuda")
     assert (target.exclude, target.unused) == (("cpu:0",), ("cpu:0", "cuda:1"))
     with_gpus(monkeypatch, 0, "")
-    assert find_target("h100x2").left_out == ()
+    assert left() == ("cpu:0",)
+    assert left(uses_cpu=True) == left({}, {}, ["cuda:0", 1]) == ()
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ("h100x2", True),
+        ("v100", True),
+        ("rtx3060", True),
+        ("mi300x", True),
+        ("k40x4", False),
+        ("p100", False),
+        ("m2", False),
+        ("h100+k40", False),
+        ("cpux2", False),
+    ],
+)
+def test_a_step_for_gpus_elsewhere_is_fused_as_they_would(
+    monkeypatch: pytest.MonkeyPatch, machine: str, expected: bool
+) -> None:
+    """Where PyTorch's compiler makes kernels for all of them, unless told otherwise."""
+    with_gpus(monkeypatch, 0, "")
+    assert find_target(machine).fuse is expected
+    assert find_target(machine, fuse=not expected).fuse is not expected
 
 
 def test_a_problem_says_which_cpus_are_left_out() -> None:
     """By a note, with both ways to have them."""
-    target = dataclasses.replace(find_target("h100x2", device="cpu"), left_out=("cpu:0",))
-    problem = target.problem(captured()[0])
+    problem = find_target("h100x2", device="cpu").problem(captured()[0])
     note = "left out beside GPUs: cpu:0; uses_cpu=True (--cpu) lets ops go there"
     assert note in problem.notes
     assert not find_target("cpux2").problem(captured()[0]).notes

@@ -403,7 +403,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(folder: Path) -> None:
         "remember = counted_simulator.Evaluator._remember\n"
         "def interrupt(self, *rest):\n"
         "    remember(self, *rest)\n"
-        "    if self.num_evaluations > 100:\n"
+        "    if self.meter.num_evaluations > 100:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "counted_simulator.Evaluator._remember = interrupt\n"
         "from devplace.cli import main\n"

@@ -38,7 +38,7 @@ def test_annealing_spends_its_budget_and_gains(scripts: Any) -> None:
     start = placers.place(problem, placers.Single(), "100ev").step_ns
     evaluate = Evaluator(problem, Budget.parse("300ev"), threads=1)
     placement = scripts.budget.Annealing()(problem, evaluate, np.random.default_rng(0))
-    assert evaluate.num_evaluations == 300
+    assert evaluate.meter.num_evaluations == 300
     assert simulate(problem, placement).makespan_ns < start
     assert not problem.violations(placement)
 

@@ -156,7 +156,7 @@ def _checkpoint(folder: Path) -> bytes:
 def _read_checkpoint(path: Path) -> None:
     run = _run()
     assert run._load(path) == 2
-    assert run.evaluate.num_evaluations == 40
+    assert run.evaluate.meter.num_evaluations == 40
 
 
 @cache

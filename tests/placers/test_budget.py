@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from devplace.errors import InputError
 from devplace.placers import Budget
+from devplace.placers.budget import Meter
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,63 @@ def test_an_empty_budget_in_text_is_refused(text: str) -> None:
     """A budget of nothing finds nothing."""
     with pytest.raises(InputError, match="must be positive"):
         Budget.parse(text)
+
+
+def metered(
+    monkeypatch: pytest.MonkeyPatch, budget: Budget, seconds: float, evaluations: int
+) -> Meter:
+    """A meter by which so much is spent, and no time passes."""
+    clock = [100.0]
+    monkeypatch.setattr("devplace.placers.budget.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    meter = Meter(budget)
+    clock[0] += seconds
+    meter.count(evaluations)
+    return meter
+
+
+@pytest.mark.parametrize(
+    ("budget", "part", "is_over"),
+    [
+        (Budget(10.0), 0.25, False),
+        (Budget(evaluations=20), 0.2, False),
+        (Budget(10.0, 20), 0.25, False),
+        (Budget(10.0, 8), 0.5, False),
+        (Budget(10.0, 3), 1.0, True),
+        (Budget(2.0, 20), 1.0, True),
+        (Budget(2.5), 1.0, True),
+        (Budget(), 0.0, False),
+    ],
+)
+def test_what_is_spent_is_the_larger_part(
+    budget: Budget, part: float, is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of time or evaluations, at most all of it: 2.5 s and 4 evaluations of different budgets."""
+    meter = metered(monkeypatch, budget, 2.5, 4)
+    assert meter.fraction_spent == part
+    assert meter.exhausted is is_over
+
+
+def test_a_share_is_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of 10 s and 20 evaluations, of which 2 s and 4 are spent, ends at 4 s and 8; then
+    the whole is there again. However little is left, one evaluation and some time are allowed."""
+    meter = metered(monkeypatch, Budget(10.0, 20), 2.0, 4)
+    with meter.limited_to(0.25):
+        assert meter.budget == Budget(4.0, 8)
+        assert meter.left(9) == 4
+    assert meter.budget == Budget(10.0, 20)
+    assert (meter.left(9), meter.left(99)) == (9, 16)
+    late = metered(monkeypatch, Budget(2.0, 1), 2.0, 0)
+    with late.limited_to(0.25):
+        assert late.budget == Budget(2.0, 1)
+
+
+def test_progress_is_told_as_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that goes on from a checkpoint counts what was spent before."""
+    told: list[float] = []
+    meter = Meter(Budget(evaluations=8), told.append)
+    meter.count(2)
+    meter.tell()
+    meter.go_on(num_evaluations=4, seconds=7.0)
+    meter.tell()
+    assert told == [0.25, 0.5]
+    assert 7.0 <= meter.seconds < 70.0

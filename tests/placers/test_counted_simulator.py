@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
@@ -25,8 +26,8 @@ def test_rows_over_the_budget_are_not_simulated() -> None:
     step, overflow = evaluate.batch(np.zeros((2, 1), np.int32))
     assert (step.tolist(), overflow.tolist()) == ([5, LARGEST], [0, LARGEST])
     assert evaluate.exhausted
-    assert evaluate.num_evaluations == 3
-    assert evaluate.fraction_spent == 1.0
+    assert evaluate.meter.num_evaluations == 3
+    assert evaluate.meter.fraction_spent == 1.0
     assert evaluate(all_on(problem, 0)).key == (LARGEST, LARGEST)
 
 
@@ -36,7 +37,7 @@ def test_history_has_every_improvement_that_fits() -> None:
     evaluate = Evaluator(problem, Budget(evaluations=10))
     for device in (0, 2, 1, 0):
         evaluate(all_on(problem, device))
-    assert [(count, step) for count, _, step in evaluate.history] == [(1, 9), (3, 7)]
+    assert [(count, step) for count, _, step in evaluate.history.points] == [(1, 9), (3, 7)]
 
 
 @settings(max_examples=80, deadline=None)
@@ -58,6 +59,19 @@ def test_copies_in_one_pool_are_all_counted() -> None:
     )
     evaluate = Evaluator(problem, Budget(evaluations=1))
     assert evaluate(hand_placement(problem, {"b": "gpu:1"})).overflow_bytes == 20
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_overflow_is_that_of_devices_and_pools(in_order: bool) -> None:
+    """Two tensors of 50 bytes on a device of 80 break its limit by 20, and that of a pool of 70 by
+    30; a placement with an order is judged as one without."""
+    problem = hand_problem(
+        "a = f bytes=50 ns=1\nb = f(a) bytes=50 ns=1",
+        hand_machine({"gpu:0": 80, "gpu:1": 80}, pools={"ram": (70, ("gpu:0", "gpu:1"))}),
+    )
+    order = ((0, 1), ()) if in_order else None
+    score = Evaluator(problem, Budget(evaluations=1))(Placement(np.zeros(2, np.int32), order=order))
+    assert score.overflow_bytes == 20 + 30
 
 
 def test_memory_is_not_tracked_where_everything_fits_anyway() -> None:
@@ -88,7 +102,7 @@ def test_an_order_is_measured_as_priorities_are() -> None:
     assert evaluate(Placement(devices, order=((1, 0), ()))).key == (1, 18)
     assert evaluate(Placement(devices + 1, order=((), (0, 1)))).overflow_bytes == 1  # 5 at once
     assert len(ran) == 2
-    assert evaluate.best == good
+    assert evaluate.history.best == good
     again = Evaluator(problem, Budget(evaluations=9))
     again.load_state_dict(evaluate.state_dict())
-    assert again.best == good
+    assert again.history.best == good

@@ -13,8 +13,8 @@ from tests.strategies import random_problem
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.placers import Budget, Cpu, Evaluator, Placer, Random, Search, Single, place
+from devplace.placers.objective import leanest
 from devplace.placers.orders import in_trace_order
-from devplace.placers.place import leanest
 from devplace.placers.simple.single import all_on
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate

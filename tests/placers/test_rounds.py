@@ -9,8 +9,8 @@ import pytest
 from tests.strategies import random_placement
 
 from devplace.errors import InfeasibleError
-from devplace.placers import Exact, Search, Single, place
-from devplace.problem import Problem
+from devplace.placers import Budget, Evaluator, Exact, Search, Single, place
+from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem
 
@@ -117,3 +117,43 @@ def test_the_history_ends_with_what_was_found() -> None:
     result = place(tight, Search(), "300ev")
     assert result.evaluations > 300
     assert result.history[-1][2] == result.step_ns
+
+
+class Recited:
+    """Gives one placement after the other, and notes the limits and budget of each search."""
+
+    name = "recited"
+
+    def __init__(self, placements: list[Placement]) -> None:
+        self.placements = placements
+        self.limits: list[list[int]] = []
+        self.budgets: list[Budget] = []
+
+    def supports(self, problem: Problem) -> str:
+        return ""
+
+    def __call__(
+        self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
+    ) -> Placement:
+        self.limits.append([limit // MIB for limit in problem.limit_bytes])
+        self.budgets.append(evaluate.meter.budget)
+        return self.placements[len(self.limits) - 1]
+
+
+def test_each_search_has_less_time_and_more_room_left() -> None:
+    """Of 8 s the second and third search have 4 each, of evaluations as many as the first. All on
+    gpu:0 leaves gaps of 42 MiB there, which the second search keeps free; c and z on gpu:0 and the
+    rest on gpu:1 leave gaps of 2 and 12: the third keeps the largest seen, 42, free on both GPUs.
+    CPUs have no gaps."""
+    machine = hand_machine({"gpu:0": 175 * MIB, "gpu:1": 155 * MIB, "cpu:0": 50 * MIB})
+    problem = hand_problem(HOLE, machine)
+    problem = replace(problem, costs=replace(problem.costs, has_gaps=True))
+    last = [op.name in ("c", "z") for op in problem.graph.ops]
+    together = Placement(np.zeros(len(last), np.int32))
+    apart = Placement(np.where(last, 0, 1).astype(np.int32))
+    gaps = [(simulate(problem, each).gap_bytes / MIB).round(1) for each in (together, apart)]
+    assert [each.tolist() for each in gaps] == [[42.0, 0.0, 0.0], [2.0, 12.0, 0.0]]
+    placer = Recited([together, apart, together])
+    place(problem, placer, Budget(8.0, 50), allow_infeasible=True)
+    assert placer.budgets == [Budget(8.0, 50), Budget(4.0, 50), Budget(4.0, 50)]
+    assert placer.limits == [[175, 155, 50], [133, 155, 50], [133, 113, 50]]

@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from devplace.errors import PlanError, PlanMismatchError
+from devplace.machine import Pool
 from devplace.placers import Budget, Heft, place
 from devplace.plan import Plan, load_plan
+from devplace.plan.plan import machine_fingerprint
 from devplace.problem import Problem
 from devplace.report import device_map
 from devplace.testing import hand_machine, hand_problem
@@ -390,3 +392,17 @@ def test_paths_that_cannot_be_used_are_named(plan: Plan, tmp_path: Path) -> None
         plan.save(tmp_path / "no" / "plan.json")
     with pytest.raises(PlanError, match="Cannot write"):
         plan.save(tmp_path)
+
+
+def test_a_machine_with_another_pool_is_another_machine() -> None:
+    """The fingerprint tells pools of other sizes, and none, apart; devices and links alike; the
+    order in which they are written does not count."""
+    machine = hand_machine(MACHINE, pools={"ram": (100, ("gpu:0",)), "more": (50, ("gpu:1",))})
+    turned = dataclasses.replace(machine, pools=machine.pools[::-1])
+    assert machine_fingerprint(turned) == machine_fingerprint(machine)
+    larger = tuple(
+        msgspec.structs.replace(pool, memory_bytes=pool.memory_bytes + 1) for pool in machine.pools
+    )
+    spare = (*machine.pools, Pool(name="spare", memory_bytes=10))
+    found = [dataclasses.replace(machine, pools=pools) for pools in (machine.pools, larger, spare)]
+    assert len(set(map(machine_fingerprint, found))) == 3

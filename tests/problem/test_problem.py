@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -417,3 +418,38 @@ def test_an_op_that_a_pin_names_goes_where_it_says() -> None:
     assert pinned({"emb": "cuda:1"}, text, tied=tied)["y"] == "cuda:1"
     head = pinned({"head": "cuda:0"}, text, tied=tied)
     assert (head["y"], head["e"], head["table"]) == ("cuda:0", "cuda:0", "cuda:0")
+
+
+def one_link(**options: object) -> Problem:
+    """Tensors of 9, 10 and 11 bytes over one link of 1 byte/ns."""
+    machine = hand_machine({"gpu:0": 99, "gpu:1": 99})
+    links = tuple(msgspec.structs.replace(link, **options) for link in machine.links)
+    text = "a = f bytes=9,10,11 ns=1\nb = g(a:0, a:1, a:2) bytes=1 ns=1 result=output"
+    return hand_problem(text, replace(machine, links=links))
+
+
+def test_from_its_size_on_a_tensor_goes_by_copy_engine() -> None:
+    """One of just that size does, one of a byte less has a lane of its own; without an engine all
+    queue, and on a parallel link none does."""
+    sizes = one_link().core.tasks.carrier_bytes
+    for options, queues in (
+        ({"engine_bytes": 10}, [0, 1, 1]),
+        ({}, [1, 1, 1]),
+        ({"parallel": True, "engine_bytes": 10}, [2, 2, 2]),
+    ):
+        core = one_link(**options).core
+        row = core.wires.queues[core.wires.link_class[0, 1]]
+        found = {int(size): int(kind) for size, kind in zip(sizes, row, strict=True)}
+        assert [found[size] for size in (9, 10, 11)] == queues
+
+
+def test_a_channel_is_held_for_bytes_by_bandwidth() -> None:
+    """A measured transfer takes longer than its bytes at full rate, for which alone others wait for
+    the channel; one that is measured as faster holds it no longer than it takes."""
+    core = one_link(points=((9, 5), (10, 20), (11, 21))).core
+    wires, row = core.wires, core.wires.link_class[0, 1]
+    sizes = core.tasks.carrier_bytes.tolist()
+    taken = dict(zip(sizes, wires.transfer_ns[row].tolist(), strict=True))
+    held = dict(zip(sizes, wires.channel_ns[row].tolist(), strict=True))
+    assert [taken[size] for size in (9, 10, 11)] == [5, 20, 21]
+    assert [held[size] for size in (9, 10, 11)] == [5, 10, 11]

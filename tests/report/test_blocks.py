@@ -31,6 +31,13 @@ def test_layers_of_other_devices_or_modules_are_not_alike() -> None:
     assert sum(line.time_ns for line in found) == 30
 
 
+def test_a_reason_is_named_once() -> None:
+    """Also where blocks have it beside others."""
+    reasons = [("l.0.a", "load"), ("l.0.b", "spread"), ("l.1.a", "load"), ("l.1.b", "load")]
+    (fold,) = folded([row(name, 5, why=why) for name, why in reasons], {})
+    assert fold.why == "load, spread"
+
+
 def test_modules_that_only_hold_memory_have_a_row() -> None:
     """A frozen embedding takes memory and no time."""
     found = folded([row("head", 3)], {"embed": 9, "": 4, "nothing": 0})

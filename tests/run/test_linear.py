@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from devplace.cost import CostTable
 from devplace.graph import OpGraph
 from devplace.problem import Placement, Problem
-from devplace.run.executors import runs_on_cuda
+from devplace.run.executors import accelerators_used
 from devplace.run.linear import (
     come_with_others,
     freed_before,
@@ -272,4 +272,4 @@ def test_a_step_captured_on_a_cpu_stays_on_logical_devices() -> None:
     graph = capture(model, (torch.randn(3, 4),))
     work = [i for i, op in enumerate(graph.ops) if not op.is_source and not op.is_view]
     schedule = make_schedule(graph, [0] * len(graph.ops), [work], ("cuda:0",))
-    assert not runs_on_cuda(schedule)
+    assert not accelerators_used(schedule)

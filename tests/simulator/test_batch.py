@@ -116,12 +116,12 @@ def verified_ns(found: Problem, devices: list[int]) -> int:
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_verifier_and_the_bound_agree(seed: int) -> None:
     """On random problems whose CPU devices hold the batch: the replay gives the same step, and the
-    bound, which counts the least copies, stays below it."""
+    bound, which counts the least copies of placements that fit, stays below it."""
     found = random_problem(seed)
     placement = random_placement(found, np.random.default_rng(seed))
     timeline = simulate(found, replace(placement, priority=None, order=None))
     assert replay(found, timeline.devices.tolist()).step_ns == timeline.makespan_ns
-    assert lower_bound(found).batch_ns <= timeline.batch_ns
+    assert not timeline.is_feasible or lower_bound(found).batch_ns <= timeline.batch_ns
 
 
 def test_a_single_device_that_must_get_the_batch_meets_the_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.strategies import problems, random_placement, tiny_case
 from devplace.problem import Problem
 from devplace.simulator import make_kernel, simulate
 from devplace.simulator.bounds import lower_bound
+from devplace.simulator.memory_bounds import least_needs
 from devplace.testing import hand_machine, hand_placement, hand_problem
 
 
@@ -180,3 +182,19 @@ def test_status_says_what_is_proved() -> None:
     assert (bound.gap(5), bound.gap(6)) == (0.0, pytest.approx(0.2))
     full = lower_bound(hand_problem(text, hand_machine({"gpu:0": 7})))
     assert full.status(5, False) == "infeasible"
+
+
+@pytest.mark.parametrize(
+    ("size", "pool", "fits"), [(60, 90, True), (61, 90, False), (60, 89, False)]
+)
+def test_what_is_held_leaves_less_room(size: int, pool: int, fits: bool) -> None:
+    """Of a device of 100 bytes in a pool of 90, whose libraries hold 30, an op can have 60; that
+    is also the most that any placement gives it."""
+    machine = hand_machine({"gpu:0": 100, "gpu:1": 40}, pools={"ram": (pool, ("gpu:0",))})
+    free = hand_problem(f"a = f bytes={size} ns=1", machine)
+    held = np.array([30, 0], np.int64)
+    problem = dataclasses.replace(free, costs=dataclasses.replace(free.costs, held_bytes=held))
+    assert least_needs(problem).room_bytes.tolist() == [pool - 30, 40]
+    assert lower_bound(problem).lack == ("" if fits else "op")
+    timeline = simulate(problem, hand_placement(problem, {"a": "gpu:0"}))
+    assert timeline.is_feasible is fits

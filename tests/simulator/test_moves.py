@@ -117,7 +117,7 @@ def test_chains_keep_to_the_budget_of_evaluations() -> None:
     start = BestPlacement(np.zeros(problem.core.tasks.num_groups, np.int32), 0, 0)
     schedule = CoolingSchedule(0.01, 0.3, 10**9, 10**9, 0.0)
     explorer.run(classes, [start], list(problem.usable_devices), 1.0, schedule)
-    assert 190 <= evaluate.num_evaluations <= 200
+    assert 190 <= evaluate.meter.num_evaluations <= 200
 
 
 def test_bad_moves_are_refused_not_read() -> None:
@@ -230,7 +230,7 @@ def test_ctrl_c_ends_chains_and_keeps_what_they_found(threads: int) -> None:
     problem = layered_problem(300, 3)
     explorer, start = explorer_of(problem, 3, 0, threads)
     evaluate = explorer._evaluate
-    evaluate.budget = Budget()
+    evaluate.meter.budget = Budget()
     first = evaluate(Placement(np.zeros(len(problem.graph.ops), np.int32)))
     classes = make_classes(
         problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
@@ -245,5 +245,5 @@ def test_ctrl_c_ends_chains_and_keeps_what_they_found(threads: int) -> None:
     finally:
         timer.cancel()
         timer.join()
-    assert evaluate.num_evaluations > 100
-    assert evaluate.history[-1][2] < first.step_ns
+    assert evaluate.meter.num_evaluations > 100
+    assert evaluate.history.points[-1][2] < first.step_ns

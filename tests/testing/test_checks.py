@@ -69,7 +69,7 @@ def short(problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> Pl
 def cheating(problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> Placement:
     """Hides what it spent beyond the budget."""
     placement = first_device(problem, evaluate, rng)
-    evaluate.num_evaluations += 10_000
+    evaluate.meter.num_evaluations += 10_000
     return placement
 
 

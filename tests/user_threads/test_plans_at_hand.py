@@ -139,6 +139,25 @@ def test_gains_below_what_predictions_may_be_off_are_left() -> None:
     assert kept.step_ns == fast.step_ns
 
 
+def test_devices_that_gain_next_to_nothing_are_left_out() -> None:
+    """Of three devices two are enough for all but 1 % of the gain; one is not."""
+    text = """
+    x = source bytes=0 role=input
+    a = f(x) bytes=1 ns=5000 module=a
+    b = f(x) bytes=1 ns=5000 module=b
+    d = f(x) bytes=1 ns=100 module=d
+    c = f(a, b, d) bytes=1 ns=0 result=loss module=c
+    """
+    names = {f"cuda:{k}": 10**6 for k in range(3)}
+    problem = hand_problem(text, hand_machine(names, bytes_per_ns=1, latency_ns=1))
+    fast = place(problem, Search(least_gain=0), "999ev")
+    assert (sum(map(bool, fast.timeline.order)), fast.step_ns) == (3, 5_002)
+    few = place(problem, Search(), "999ev")
+    assert (sum(map(bool, few.timeline.order)), few.step_ns) == (2, 5_101)
+    assert any("3 devices would save 1.9%" in note for note in few.notes)
+    assert few.evaluations == fast.evaluations
+
+
 def test_what_fits_on_no_device_is_split_whatever_it_gains() -> None:
     """A plan that does not fit is not simpler."""
     problem = replace(two_of(100), limits={"cuda:0": 2, "cuda:1": 10**6})

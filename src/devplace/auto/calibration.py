@@ -124,7 +124,7 @@ class Observation:
     def num_gpus(self) -> int:
         """On how many GPUs it ran."""
         pairs = zip(self.machine.devices, self.order, strict=True)
-        return sum(device.kind == "gpu" and bool(row) for device, row in pairs)
+        return sum(device.traits.has_graphs and bool(row) for device, row in pairs)
 
     @property
     def has_kernel_gaps(self) -> bool:
@@ -141,7 +141,7 @@ class Observation:
 
 def calibrated(machine: Machine, calibration: Calibration) -> Machine:
     """The machine with these constants on its links between GPUs."""
-    gpus = {device.name for device in machine.devices if device.kind == "gpu"}
+    gpus = {device.name for device in machine.devices if device.traits.has_graphs}
     links = tuple(
         _calibrated(link, calibration) if {link.src, link.dst} <= gpus else link
         for link in machine.links

@@ -51,7 +51,7 @@ def learn_from(
 ) -> Calibration | None:
     """Calibrate this computer's GPUs with plans that were measured, where ops were; see `learn`."""
     problems = [row.candidate.problem for row in rows]
-    has_gpu = any(device.kind == "gpu" for device in problems[0].machine.devices)
+    has_gpu = any(device.traits.has_graphs for device in problems[0].machine.devices)
     if not has_gpu or problems[0].costs.origin != "profiled":
         return None
     tell("calibrating the machine")
@@ -136,7 +136,7 @@ def _is_usable(row: ConfirmedRow, problem: Problem) -> bool:
     if not row.measured_ns or timing is None or timing.mode != "graph":
         return False
     pairs = zip(problem.machine.devices, row.plan.order, strict=True)
-    return all(device.kind == "gpu" for device, order in pairs if order)
+    return all(device.traits.has_graphs for device, order in pairs if order)
 
 
 def _num_gpus(row: ConfirmedRow) -> int:

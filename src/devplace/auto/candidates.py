@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from devplace.placers import Result
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.margin_retry import with_priority
 from devplace.placers.modules import module_chain
 from devplace.placers.orders import has_micro_batches, in_trace_order
@@ -90,7 +89,7 @@ def candidates(result: Result, most_runners_up: int = 4) -> list[Candidate]:
         others = _fitting(problem, in_turn, f"{result.placer}, in turn", request)
         planned += [other for other in others if other.predicted_ns < planned[0].predicted_ns]
     found[1:1] = planned
-    fast = accelerators(problem)
+    fast = problem.accelerators
     if len(fast) > 1 and problem.core.tasks.num_groups:
         split = even_split(problem, module_chain(problem), fast)
         found += _fitting(problem, split, "even split", request)

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
+from devplace.device_kinds import is_host
 from devplace.graph import Captured
 from devplace.step_capture.batch import as_call
 from devplace.step_capture.loss import loss_call, read_loss
@@ -50,11 +51,11 @@ def compiled_step_ns(graph: Captured, inputs: Any, kwargs: Mapping[str, Any] | N
         if optimizer is not None:
             _update(model, optimizer, loss, clip_grad_norm)
 
-    wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
+    wait = torch.get_device_module(kind).synchronize
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of importing the compiler
         step()
-        return median_ns(time_steps(step, wait, SECONDS, WARM_UP_S if kind == "cuda" else 0.0))
+        return median_ns(time_steps(step, wait, SECONDS, 0.0 if is_host(kind) else WARM_UP_S))
 
 
 def _update(model: Any, optimizer: Any, loss: Any, clip_grad_norm: float | None) -> None:

@@ -10,10 +10,10 @@ from devplace.auto.largest_batch import LargestBatch, largest_batch
 from devplace.auto.local_devices import MachineLike
 from devplace.auto.planning import Target, find_target
 from devplace.auto.step_variants import StepVariants
+from devplace.device_kinds import GPU
 from devplace.errors import CaptureError
 from devplace.graph import Captured
 from devplace.placers import Budget, Even, Greedy, Layers, Search, Single
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.margin_retry import Found, search
 from devplace.placers.modules import module_chain
 from devplace.placers.orders import held_back
@@ -128,9 +128,8 @@ def fit(
 ) -> Fit:
     """Find out whether a step fits a machine, and what it takes.
 
-    Memory is that of the step as captured for the CPU, unfused, and times are analytic: nothing
-    runs, and what lies on the meta device takes no memory. GPUs are added from the largest on; CPUs
-    are left out where there are GPUs.
+    Times are analytic: nothing runs, and what lies on the meta device takes no memory. GPUs are
+    added from the largest on; CPUs are left out where there are GPUs.
 
     Args:
         model, example_inputs, loss_fn, optimizer: As for `capture`.
@@ -147,8 +146,9 @@ def fit(
         MachineError, ProblemError, InputError: No such machine, device or size.
     """
     tell = progress or (lambda text: None)
+    fuse = of_capture.pop("fuse", None)
     steps = StepVariants(model, example_inputs, loss_fn, optimizer, of_capture, tell)
-    target = find_target(machine, limits, exclude=exclude, device="cpu")
+    target = find_target(machine, limits, exclude=exclude, device="cpu", fuse=fuse)
     found = fit_steps(steps, target, seed, evaluations)
     return replace(found, largest=largest_batches(steps, target))
 
@@ -162,25 +162,25 @@ def fit_steps(
         CaptureError: The step cannot be one graph.
         ProblemError: An op that no device can run.
     """
-    problem = _problem(target, steps.capture())
+    problem = _problem(target, steps.capture(fuse=target.fuse))
     names = _by_room(problem)
     single = [simulate(problem, all_on(problem, d)) for d in problem.usable_devices]
     ways = [_way(problem, names, False, 1, seed, evaluations)]
-    for recompute, micro_batches in _others(steps.capture()):
+    for recompute, micro_batches in _others(steps.capture(fuse=target.fuse)):
         steps.tell(f"placing on {target.machine.name}")
         try:
-            graph = steps.capture(recompute, micro_batches)
+            graph = steps.capture(recompute, micro_batches, fuse=target.fuse)
         except CaptureError as error:
             ways.append(Way(recompute, micro_batches, reason=str(error)))
             continue
         priced = _problem(target, graph)
         ways.append(_way(priced, names, recompute, micro_batches, seed, evaluations))
-    kinds = {target.machine.devices[d].kind for d in problem.usable_devices}
+    labels = {target.machine.devices[d].traits.label for d in problem.usable_devices}
     return Fit(
         problem.graph.name,
         target.machine.name,
         names,
-        "GPU" if kinds == {"gpu"} else "device",
+        GPU.label if labels == {GPU.label} else "device",
         _rows(steps),
         min(timeline.makespan_ns for timeline in single),
         tuple(ways),
@@ -197,15 +197,15 @@ def largest_batches(steps: StepVariants, target: Target) -> tuple[LargestBatch, 
     def nearest(graph: Captured) -> Timeline:
         return _nearest(_problem(target, graph)).timeline
 
-    found = [largest_batch(steps, False, excess, nearest)]
-    if steps.capture().meta["mode"] == "train":
-        found.append(largest_batch(steps, True, excess, nearest))
+    found = [largest_batch(steps, False, excess, nearest, target.fuse)]
+    if steps.capture(fuse=target.fuse).meta["mode"] == "train":
+        found.append(largest_batch(steps, True, excess, nearest, target.fuse))
     return tuple(found)
 
 
 def _same_for_all(problem: Problem) -> list[Placement]:
     """Simple placements that do not depend on limits: one device, modules in equal shares."""
-    devices, chain = accelerators(problem), module_chain(problem)
+    devices, chain = problem.accelerators, module_chain(problem)
     largest = max(devices, key=lambda d: problem.limit_bytes[d])
     found = [all_on(problem, largest), even_split(problem, chain, devices)]
     return [*found, layers_over(problem, chain, devices)]
@@ -238,7 +238,7 @@ def _others(graph: Captured) -> tuple[tuple[bool, int], ...]:
 def _problem(target: Target, graph: Captured) -> Problem:
     """The step on the accelerators of a machine."""
     problem = target.problem(graph)
-    used = accelerators(problem)
+    used = problem.accelerators
     names = problem.machine.device_names
     return replace(problem, exclude=[name for d, name in enumerate(names) if d not in used])
 

@@ -48,6 +48,7 @@ def largest_batch(
     recompute: bool,
     excess: Callable[[Captured], Excess],
     nearest: Callable[[Captured], Timeline],
+    fuse: bool = False,
 ) -> LargestBatch:
     """Find the largest batch.
 
@@ -60,11 +61,12 @@ def largest_batch(
         recompute: Whether blocks are computed again.
         excess: Excess of the same simple placements for each graph.
         nearest: The step of a placement that fits, if one is found, else of the nearest.
+        fuse: Whether the step is fused.
     """
     try:
         few = steps.rows
-        known = {few: excess(steps.capture(recompute))}
-        known[FURTHER * few] = excess(steps.capture(recompute, rows=FURTHER * few))
+        known = {few: excess(steps.capture(recompute, fuse=fuse))}
+        known[FURTHER * few] = excess(steps.capture(recompute, 1, FURTHER * few, fuse))
     except CaptureError as error:
         return LargestBatch(recompute, reason=str(error))
     grown = zip(known[few][0], known[FURTHER * few][0], strict=True)
@@ -81,7 +83,7 @@ def largest_batch(
             break
         tried.append(wanted)
         try:
-            graph = steps.capture(recompute, rows=0 if wanted == few else wanted)
+            graph = steps.capture(recompute, 1, 0 if wanted == few else wanted, fuse)
         except CaptureError as error:
             return found if found.is_checked else replace(found, rows=wanted, reason=str(error))
         timeline = nearest(graph)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from devplace.device_kinds import CPU, DeviceKind, first_of, is_host
 from devplace.errors import InputError, MachineError
-from devplace.machine import Machine, detect, load_machine
+from devplace.machine import Device, Machine, detect, load_machine
 from devplace.problem.device_names import resolve_device
 
 MachineLike = Machine | str | Path | int
@@ -46,12 +49,12 @@ def excluded(machine: Machine, exclude: Sequence[str]) -> tuple[str, ...]:
 
 def cpus(machine: Machine, but: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of a machine's CPUs, but for some."""
-    return tuple(d.name for d in machine.devices if d.kind == "cpu" and d.name not in but)
+    return tuple(d.name for d in machine.devices if d.traits.is_host and d.name not in but)
 
 
-def has_gpus(machine: Machine, exclude: Sequence[str] = ()) -> bool:
-    """Whether a device that may be used is no CPU."""
-    return any(d.kind != "cpu" and d.name not in exclude for d in machine.devices)
+def accelerators(machine: Machine, exclude: Sequence[str]) -> list[Device]:
+    """Devices that may be used and are no CPUs, but for some."""
+    return [d for d in machine.devices if not d.traits.is_host and d.name not in exclude]
 
 
 def capture_device(machine: Machine, exclude: Sequence[str] = (), in_part: bool = False) -> str:
@@ -64,25 +67,37 @@ def capture_device(machine: Machine, exclude: Sequence[str] = (), in_part: bool 
         exclude: Devices that are not used.
         in_part: Whether other processes have some of the GPUs, so that here any will do.
     """
-    there = has_gpus(machine, exclude)
-    if there and in_part:
-        import torch
-
-        there = torch.cuda.is_available()
-    elif there:
+    fast = accelerators(machine, exclude)
+    if fast and in_part:
+        there = _num_here(fast[0].traits) > 0
+    else:
         there = not missing_here(machine, exclude)
-    return "cuda" if there else "cpu"
+    return fast[0].traits.torch_type if fast and there else CPU.torch_type
 
 
-def fuses(device_type: str) -> bool:
-    """Whether a step captured for a type of device of this computer is fused unless told otherwise:
-    on GPUs, if a compiler for them is there. On CPUs a kernel takes the C++ compiler seconds, and
-    hardly gains."""
-    if device_type != "cuda":
-        return False
+def fuses(device_type: str, meant: Sequence[Device] = ()) -> bool:
+    """Whether a step is fused unless told otherwise.
+
+    On GPUs of this computer, if a compiler for them is there. On CPUs a kernel takes the C++
+    compiler seconds, and hardly gains; but where GPUs elsewhere are meant, that is what they run.
+
+    Args:
+        device_type: For which torch device type the step is captured.
+        meant: The accelerators that it is planned for.
+    """
+    if is_host(device_type):
+        return bool(meant) and all(map(_has_compiler, meant))
     from devplace.kernels.fused import why_not_compiled
 
-    return not why_not_compiled("cuda:0")
+    return not why_not_compiled(first_of(device_type))
+
+
+def _has_compiler(device: Device) -> bool:
+    """Whether PyTorch's compiler makes kernels for it: of NVIDIA's GPUs for those from Volta on,
+    which are the ones whose matrix units are faster in half precision."""
+    rates = device.flops_per_s
+    half = max(rates.get("bfloat16", 0), rates.get("float16", 0) / 2)
+    return device.traits.compiler == "triton" and half > 1.1 * rates["float32"]
 
 
 def missing_here(machine: Machine, exclude: Sequence[str] = ()) -> str:
@@ -90,21 +105,28 @@ def missing_here(machine: Machine, exclude: Sequence[str] = ()) -> str:
 
     Logical CPU devices are here if nothing else is to be used: any computer has them.
     """
-    gpus = [d for d in machine.devices if d.kind != "cpu" and d.name not in exclude]
-    if not gpus:
-        return ""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    have = f"this computer has {count} CUDA device{'s' if count != 1 else ''}"
-    known = {f"cuda:{index}" for index in range(count)}
-    for gpu in gpus:
-        if gpu.name not in known:
-            return f"machine {machine.name!r} has {gpu.name} ({gpu.model}), {have}"
-        found = torch.cuda.get_device_properties(int(gpu.name[5:])).name
-        if gpu.model and gpu.model != found:
-            return f"{gpu.name} of machine {machine.name!r} is a {gpu.model}, here it is a {found}"
+    for device in accelerators(machine, exclude):
+        torch_type, count = device.traits.torch_type, _num_here(device.traits)
+        if device.name not in [f"{torch_type}:{index}" for index in range(count)]:
+            have = f"this computer has {count} {torch_type.upper()} device{'s' * (count != 1)}"
+            return f"machine {machine.name!r} has {device.name} ({device.model}), {have}"
+        index = int(device.name.partition(":")[2])
+        found = torch.get_device_module(torch_type).get_device_properties(index).name
+        if device.model and device.model != found:
+            return (
+                f"{device.name} of machine {machine.name!r} is a {device.model}, here it is a "
+                f"{found}"
+            )
     return ""
+
+
+def _num_here(kind: DeviceKind) -> int:
+    """Devices of a kind that torch finds in this computer."""
+    try:
+        found = torch.get_device_module(kind.torch_type)
+    except RuntimeError:  # this torch knows no such devices
+        return 0
+    return int(found.device_count()) if found.is_available() else 0
 
 
 def require_here(machine: Machine, exclude: Sequence[str] = ()) -> None:

@@ -48,7 +48,7 @@ def price(
         tell: Told how far the compiling of fused groups is.
         child: Process that measures; by default one is started.
     """
-    gpus = [d.name for d in machine.devices if d.kind == "gpu" and d.name not in skip]
+    gpus = [d.name for d in machine.devices if d.traits.has_graphs and d.name not in skip]
     if kernel_gap_ns is None:
         kernel_gap_ns = (_kept_or_hopper(machine) if gpus else HOPPER).kernel_gap_ns
     profiled = Profiled(skip=tuple(skip), kernel_gap_ns=kernel_gap_ns, tell=tell, child=child)
@@ -58,7 +58,7 @@ def price(
     from devplace.run.cuda.device_memory import held_bytes
 
     held = held_bytes(gpus[0])
-    per_device = [held if device.kind == "gpu" else 0 for device in machine.devices]
+    per_device = [held if device.traits.has_graphs else 0 for device in machine.devices]
     return replace(table, held_bytes=np.array(per_device, np.int64), has_gaps=True)
 
 
@@ -80,7 +80,7 @@ def probed_machine(machine: Machine) -> Machine:
 
 
 def _has_several_gpus(machine: Machine) -> bool:
-    return sum(device.kind == "gpu" for device in machine.devices) > 1
+    return sum(device.traits.has_graphs for device in machine.devices) > 1
 
 
 def _kept_or_hopper(machine: Machine) -> Calibration:

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.step_timing import WARM_UP_S, StepTiming, median_ns, time_steps
+from devplace.device_kinds import is_host
 from devplace.graph import Captured
 from devplace.run.own_step import own_loop
 from devplace.step_capture.batch import as_call, open_dataclasses
@@ -35,7 +36,7 @@ class Ordinary:
     def __str__(self) -> str:
         if self.timing is None:
             return f"the ordinary step was not timed: {self.reason}"
-        how = f"{torch.get_num_threads()} threads" if self.timing.mode == "cpu" else "one GPU"
+        how = f"{torch.get_num_threads()} threads" if is_host(self.timing.mode) else "one GPU"
         return (
             f"the ordinary step takes {format_time(self.timing.step_ns)} (PyTorch eagerly, {how})"
         )
@@ -59,11 +60,10 @@ def time_ordinary(
     elsewhere = _not_on(kind, model, inputs, kwargs)
     if elsewhere:
         return Ordinary(reason=elsewhere)
-    is_cuda = kind == "cuda"
-    wait: Callable[[], Any] = torch.cuda.synchronize if is_cuda else lambda: None
+    wait: Callable[[], Any] = torch.get_device_module(kind).synchronize
     try:
         with own_loop(graph, model, optimizer, inputs, kwargs) as step:
-            rounds = time_steps(step, wait, SECONDS, WARM_UP_S if is_cuda else 0.0)
+            rounds = time_steps(step, wait, SECONDS, 0.0 if is_host(kind) else WARM_UP_S)
     except Exception as error:  # whatever the user's code raises
         first = (str(error).strip().splitlines() or [""])[0]
         return Ordinary(reason=f"it failed: {type(error).__name__}: {first}")

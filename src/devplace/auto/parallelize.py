@@ -33,6 +33,7 @@ from devplace.auto.step_notes import step_notes
 from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.cost.worker_process import WorkerProcess
+from devplace.device_kinds import is_host
 from devplace.errors import (
     CaptureError,
     ExecutionError,
@@ -289,10 +290,10 @@ class _Job:
     def compile_kernels(self, graphs: Sequence[Captured], compilers: Compilers | None) -> None:
         """Compile what is fused before ops are timed."""
         kind = self.target.device
-        fast = [d.name for d in self.target.machine.devices if d.kind == "gpu"]
+        fast = [d.name for d in self.target.machine.devices if not d.traits.is_host]
         names = [name for name in fast if name in self.target.devices]
         for graph in graphs:
-            done = prepare(graph, names if kind == "cuda" else ["cpu"], self.tell, compilers)
+            done = prepare(graph, [kind] if is_host(kind) else names, self.tell, compilers)
             self.notes += done.notes
 
     def search(

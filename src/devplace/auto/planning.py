@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from devplace.auto.local_devices import (
     MachineLike,
+    accelerators,
     capture_device,
     cpus,
     excluded,
@@ -24,6 +25,7 @@ from devplace.auto.local_devices import (
     require_here,
 )
 from devplace.cost.analytic import Analytic
+from devplace.device_kinds import is_accelerator
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import Captured, OpGraph
 from devplace.graph.fusion import fuse_for
@@ -114,7 +116,7 @@ class Target:
             tell: Told how far the compiling of fused groups is.
             child: Process that times ops; by default one is started.
         """
-        if times_cpus or self.device == "cuda":
+        if times_cpus or is_accelerator(self.device):
             from devplace.auto.measured_costs import price
 
             costs = price(graph, self.machine, self.unused, tell=tell, child=child)
@@ -147,13 +149,14 @@ def find_target(
     Args:
         machine: See `find_machine`.
         limits, pins, exclude: See `Problem`.
-        uses_cpu: Whether ops may go to CPUs beside GPUs of this computer that no pin names. On
-            other machines, and where there is no GPU, CPUs are used in any case.
+        uses_cpu: Whether ops may go to CPUs beside GPUs that no pin names. Where there is no GPU,
+            CPUs are used in any case.
         runs: Whether the devices must be those of this computer.
         in_part: Whether other processes have some of the devices.
         device: torch device type that the step of a plan was captured for; by default `cuda` if the
             machine's GPUs are here.
-        fuse: As for `capture`; by default on GPUs for which a compiler is there.
+        fuse: As for `capture`; by default on GPUs for which a compiler is there. Of GPUs that are
+            not here those are meant that it makes kernels for.
         tell: Told that links are probed, which takes seconds.
 
     Raises:
@@ -168,19 +171,20 @@ def find_target(
     named = excluded(found, exclude)
     if runs and not in_part:
         require_here(found, (*named, *empty))
-    if device == "cuda":
+    if is_accelerator(device):
         _require_cuda()
     device = device or capture_device(found, (*named, *empty), in_part)
-    idle = device == "cuda" and not uses_cpu
-    left_out = cpus(found, (*named, *empty, *pinned)) if idle else ()
+    is_fast = bool(accelerators(found, (*named, *empty)))
+    left_out = cpus(found, (*named, *empty, *pinned)) if is_fast and not uses_cpu else ()
     unused = tuple(dict.fromkeys((*named, *left_out, *empty)))
-    if machine == "detect" and device == "cuda":
+    if machine == "detect" and is_accelerator(device):
         from devplace.auto.measured_costs import measured_machine
 
         if tell is not None:
             tell("probing links")
         found = measured_machine(found)
-    fuse = fuses(device) if fuse is None else fuse
+    if fuse is None:
+        fuse = fuses(device, accelerators(found, unused))
     return Target(found, device, fuse, limits, pins, (*named, *left_out), unused, left_out)
 
 

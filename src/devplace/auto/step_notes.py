@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from devplace.device_kinds import is_host
 from devplace.graph import Captured
 from devplace.machine.detect import num_cores
 from devplace.plan import Plan
-from devplace.run.schedule import is_cpu
 
 _BATCH_NORM = "aten._native_batch_norm_legit_functional"  # of training
 WORTH_STACKING = 20
@@ -20,7 +20,7 @@ def step_notes(graph: Captured, plan: Plan) -> tuple[str, ...]:
 def few_cores(plan: Plan) -> tuple[str, ...]:
     """A note where a plan has more GPUs than this process has cores to feed them; else nothing."""
     used = {plan.device_names[device] for device in plan.placement}
-    gpus, cores = sum(not is_cpu(name) for name in used), num_cores()
+    gpus, cores = sum(not is_host(name) for name in used), num_cores()
     if gpus <= cores:
         return ()
     return (

@@ -14,8 +14,8 @@ from devplace.cost.source_values import Source
 from devplace.files import alone
 from devplace.graph import Captured
 from devplace.graph.graph import BATCH_ON
-from devplace.run.executors import Executor, make_executor, runs_on_cuda
-from devplace.run.schedule import Schedule, make_schedule
+from devplace.run.executors import Executor, accelerators_used, make_executor
+from devplace.run.schedule import make_schedule
 from devplace.units import NS_PER_S
 
 ROUNDS = 7
@@ -82,7 +82,7 @@ def time_plan(
     with alone(lock):
         try:
             fill(executor, sources)
-            names = gpu_names(schedule)
+            names = accelerators_used(schedule)
             for name in names:
                 torch.cuda.reset_peak_memory_stats(name)
             batch = batch_of(graph, sources)
@@ -97,19 +97,11 @@ def time_plan(
 
 def fill(executor: Executor, sources: Mapping[int, Source]) -> None:
     """Put a value into every source op."""
-    names = gpu_names(executor.schedule)
+    names = accelerators_used(executor.schedule)
     device = names[0] if names else "cpu"
     for op, source in sources.items():
         if op in executor.schedule.holders:
             executor.put(op, source.make(device))
-
-
-def gpu_names(schedule: Schedule) -> list[str]:
-    """CUDA devices that run something; none if the step runs on logical CPU devices."""
-    if not runs_on_cuda(schedule):
-        return []
-    named = zip(schedule.device_names, schedule.instructions, strict=True)
-    return [name for name, some in named if some and name.startswith("cuda")]
 
 
 def batch_of(graph: Captured, sources: Mapping[int, Source]) -> dict[int, Any]:

@@ -13,7 +13,7 @@ from devplace.graph import Captured
 
 @dataclass(frozen=True, eq=False)
 class StepVariants:
-    """Captures of one step for the CPU, unfused, which can be planned for any machine.
+    """Captures of one step for the CPU, which can be planned for any machine.
 
     Each is captured once. With model, optimizer and batch on the meta device nothing is allocated.
 
@@ -29,7 +29,7 @@ class StepVariants:
     optimizer: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     tell: Callable[[str], None] = lambda text: None
-    _found: dict[tuple[bool, int, int], Captured | CaptureError] = field(default_factory=dict)
+    _found: dict[tuple[bool, int, int, bool], Captured | CaptureError] = field(default_factory=dict)
     _known: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -47,17 +47,19 @@ class StepVariants:
     def _batch(self) -> tuple[Any, Any]:
         return self.example_inputs, self.options.get("example_kwargs")
 
-    def capture(self, recompute: bool = False, micro_batches: int = 1, rows: int = 0) -> Captured:
+    def capture(
+        self, recompute: bool = False, micro_batches: int = 1, rows: int = 0, fuse: bool = False
+    ) -> Captured:
         """The step so; captured before, if it was.
 
         Args:
-            recompute, micro_batches: As for `capture`.
+            recompute, micro_batches, fuse: As for `capture`.
             rows: Rows of the batch; 0: as it was given.
 
         Raises:
             CaptureError: The step cannot be captured so.
         """
-        key = recompute, micro_batches, rows
+        key = recompute, micro_batches, rows, fuse
         if key not in self._found:
             try:
                 self._found[key] = self._captured(*key)
@@ -68,7 +70,7 @@ class StepVariants:
             raise found
         return found
 
-    def _captured(self, recompute: bool, micro_batches: int, rows: int) -> Captured:
+    def _captured(self, recompute: bool, micro_batches: int, rows: int, fuse: bool) -> Captured:
         from devplace.step_capture import capture
         from devplace.step_capture.batch import with_rows
         from devplace.step_capture.micro_batches.chunks import Known
@@ -93,6 +95,7 @@ class StepVariants:
                 micro_batches,
                 **{**self.options, "example_kwargs": kwargs},
                 recompute=recompute,
+                fuse=fuse,
                 device="cpu",
                 known=self._known.setdefault(rows, Known()),
             )

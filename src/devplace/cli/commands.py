@@ -102,8 +102,8 @@ def _problem_options(command: F) -> F:
         click.option(
             "--fuse/--no-fuse",
             default=None,
-            help="Ops that one compiled kernel can compute are one op; default: for GPUs of this "
-            "computer, if a compiler is there.",
+            help="Ops that one compiled kernel can compute are one op; default: for GPUs that "
+            "PyTorch's compiler makes kernels for.",
         ),
         click.option(
             "--stack-gradients/--no-stack-gradients",
@@ -135,7 +135,7 @@ def _problem_options(command: F) -> F:
             "--cpu",
             "uses_cpu",
             is_flag=True,
-            help="Ops may go to CPUs beside GPUs of this computer, too.",
+            help="Ops may go to CPUs beside GPUs, too.",
         ),
         *_STEP_OPTIONS,
     ]

@@ -19,6 +19,7 @@ from devplace.cli.optimizers import make_optimizer, parse_optimizer
 from devplace.cli.plan_files import PlanFiles, model_file
 from devplace.cli.terminal import raw
 from devplace.cli.trust import require_trust
+from devplace.device_kinds import is_accelerator
 from devplace.errors import InputError, PlanError
 from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
@@ -243,7 +244,7 @@ def open_session(
     else:
         lies_on = "cpu" if with_values or confirms else "meta"
         workload, optimizer, graph = _capture(request, target, lies_on)
-    with working("timing ops" if target.device == "cuda" else "pricing ops") as note:
+    with working("timing ops" if is_accelerator(target.device) else "pricing ops") as note:
         problem = target.problem(graph, tell=note)
     return Session(request, workload, optimizer, problem)
 

@@ -88,7 +88,7 @@ class Analytic:
     def _tables(self, device: Device) -> tuple[FloatArray, FloatArray]:
         """Rate per dtype and kind, FLOP/s, shape `[T, K]`; bandwidth per kind, shape `[K]`."""
         shares = np.ones((len(_KINDS), 2))
-        if device.kind == "gpu":
+        if device.traits.has_gpu_shares:
             shares = np.array([GPU_SHARES[kind] for kind in _KINDS])
         plain = np.array([rate_of(device, dtype, tf32=self.tf32) for dtype in _DTYPES])
         # A tensor core slowed by its data layout is left for the CUDA cores where those are faster.

@@ -25,7 +25,7 @@ def copy_times(num_bytes: I64, machine: Machine, home: str = "") -> I64:
         home: Name of the device on which the batch lies; default: the host.
     """
     names = machine.device_names
-    hosts = [device.name for device in machine.devices if device.kind == "cpu"]
+    hosts = [device.name for device in machine.devices if device.traits.is_host]
     homes = [home] if home in names else hosts
     times = np.zeros((len(num_bytes), len(names)), np.int64)
     for column, name in enumerate(names):

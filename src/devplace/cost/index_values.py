@@ -10,10 +10,12 @@ import torch
 from devplace.cost.measuring_worker import begin
 from devplace.cost.op_signature import INTEGERS
 from devplace.cost.source_values import Source
+from devplace.device_kinds import find_kind, is_accelerator
 from devplace.graph import Captured
 
-MAX_FLOPS = {"cpu": 5 * 10**9, "cuda": 10**12}
-"""Of floating-point ops that are run because integers depend on them: about 0.1 s or less."""
+MAX_FLOPS, MAX_HOST_FLOPS = 10**12, 5 * 10**9
+"""Of floating-point ops that are run because integers depend on them, on an accelerator and on the
+host: about 0.1 s or less."""
 MAX_BYTES = 2**29
 """Of floating-point values that are made for them, and kept while ops are timed."""
 
@@ -44,7 +46,8 @@ class StepValues:
         self._op_of.update((node, program.op_of[node.name]) for node in calls)
         self._order = {node: k for k, node in enumerate(program.module.graph.nodes)}
         self._values: dict[Any, Any] = {}  # None: cannot be known
-        self._flops = MAX_FLOPS.get(self._device.type, 0)
+        kind = find_kind(self._device.type)
+        self._flops = 0 if kind is None else MAX_HOST_FLOPS if kind.is_host else MAX_FLOPS
         self._bytes = MAX_BYTES
 
     def inputs_of(self, name: str, faulty: Container[str] = ()) -> dict[int, Any]:
@@ -131,7 +134,7 @@ class StepValues:
                     *torch.fx.node.map_aggregate(node.args, self._argument),
                     **torch.fx.node.map_aggregate(node.kwargs, self._argument),
                 )
-            if self._device.type == "cuda":
+            if is_accelerator(self._device.type):
                 torch.cuda.synchronize(self._device)
         except Exception:  # whatever an op of the user's raises
             return None

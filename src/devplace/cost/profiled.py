@@ -17,6 +17,7 @@ from devplace.cost.remote import RemoteTimer, Spot
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.cost.table import CostModel, CostTable
 from devplace.cost.worker_process import WorkerProcess
+from devplace.device_kinds import is_host, named_by_number
 from devplace.files import cache_folder
 from devplace.graph import Captured, OpGraph
 from devplace.machine import Device, Machine
@@ -91,7 +92,7 @@ class Profiled:
     def _measured(
         self, graph: Captured, machine: Machine, table: CostTable, child: WorkerProcess
     ) -> CostTable:
-        fast = [column for column, device in enumerate(machine.devices) if device.kind == "gpu"]
+        fast = [column for column, device in enumerate(machine.devices) if device.traits.has_graphs]
         order = likely_order(graph, table.compute_ns[:, (fast or [0])[0]].tolist())
         cold = cold_inputs(graph, order)
         calls, extremes = op_calls(graph, cold), extreme_calls(graph) if fast else {}
@@ -107,15 +108,15 @@ class Profiled:
             place, spot = found
             if place not in done:
                 timer = RemoteTimer(graph, spot, child)
-                slow = timer.slow_down if device.kind == "gpu" else None
+                slow = timer.slow_down if device.traits.has_graphs else None
                 pricing = Pricing(self.seconds, self.cache, place, timer, notes, slow, timer.clock)
-                some = extremes if device.kind == "gpu" else {}
+                some = extremes if device.traits.has_graphs else {}
                 done[place] = pricing.price(graph, calls, some, table.compute_ns[:, column])
                 timer.close()
             priced = done[place]
             compute_ns[:, column] = priced.compute_ns
             warm_ns[:, column], cold_ns[:, column] = priced.warm_ns, priced.cold_ns
-            if device.kind == "gpu":
+            if device.traits.has_graphs:
                 workspace = np.maximum(workspace, priced.workspace_bytes)
                 kernels[list(calls), column] = True
         if not done:
@@ -132,14 +133,14 @@ class Profiled:
 
     def _spot(self, device: Device, machine: Machine, graph: Captured) -> tuple[str, Spot] | None:
         """What times on a device depend on, and where they are taken; None if it is not here."""
-        if device.kind == "gpu":
-            is_here = graph.program.device == "cuda" and _is_here(device)
+        if device.traits.has_graphs:
+            is_here = graph.program.device == device.traits.torch_type and _is_here(device)
             return (cuda_place(device.model), Spot(device.name)) if is_here else None
         if device.model != cpu_model():
             return None
         import torch
 
-        several = sum(other.kind == "cpu" for other in machine.devices) > 1
+        several = sum(other.traits.is_host for other in machine.devices) > 1
         threads = self.cpu_threads or (1 if several else torch.get_num_threads())
         versions = f"timing {TIMING}|torch {torch.__version__}"
         return f"{device.model}|{versions}|{threads} threads", Spot("cpu", threads)
@@ -157,8 +158,8 @@ def _prepared(
     from devplace.kernels.prepare import prepare
 
     kind = graph.program.device
-    names = [d.name for d in machine.devices if d.name not in skip and d.kind == "gpu"]
-    done = prepare(graph, _present(names) if kind == "cuda" else ["cpu"], tell)
+    names = [d.name for d in machine.devices if d.name not in skip and d.traits.has_graphs]
+    done = prepare(graph, [kind] if is_host(kind) else _present(names), tell)
     return list(done.notes)
 
 
@@ -167,7 +168,7 @@ def _present(names: Sequence[str]) -> list[str]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [name for name in names if name in {f"cuda:{k}" for k in range(count)}]
+    return [name for name in names if name in map(named_by_number, range(count))]
 
 
 def _is_here(device: Device) -> bool:

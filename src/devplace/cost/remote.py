@@ -16,6 +16,7 @@ from devplace.cost.op_signature import OpCall
 from devplace.cost.op_timing import Timing
 from devplace.cost.source_values import example_sources
 from devplace.cost.worker_process import WorkerProcess, new_key
+from devplace.device_kinds import kind_of
 from devplace.errors import InputError, MeasuringError
 from devplace.graph import Captured
 
@@ -155,7 +156,7 @@ def ready(kept: dict[Any, Any], key: int, spot: Spot) -> tuple[Any, bool]:
     try:
         graph, sources = unpack(kept[key], keeps_unknown=True)
         kept[key, "timing"] = _Kept(StepValues(graph, sources, spot.device), spot)
-        if spot.device.startswith("cuda"):
+        if kind_of(spot.device).has_graphs:
             _warm_up(spot.device)
     except Exception as error:  # whatever modules of the user's raise, or a device
         return ("failed", type(error).__name__, _first_line(error)), False
@@ -173,7 +174,7 @@ def time_call(
         begin(name)
         call = OpCall(values.nodes[name].target, args, kwargs, "", name)
         before_s = time.monotonic() - begun
-        if device.startswith("cuda"):
+        if kind_of(device).has_graphs:
             found = op_timing.time_on_cuda(call, device, real)
             torch.cuda.synchronize(device)
         else:
@@ -220,7 +221,7 @@ def forget(kept: dict[Any, Any], key: int) -> tuple[Any, bool]:
 def _is_usable(device: str) -> bool:
     """Whether a device still works: after an assert or an illegal access it never does."""
     try:
-        if device.startswith("cuda"):
+        if kind_of(device).has_graphs:
             torch.cuda.synchronize(device)
             torch.zeros(1, device=device).item()
     except RuntimeError:

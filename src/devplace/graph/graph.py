@@ -93,6 +93,7 @@ class Op(msgspec.Struct, frozen=True):
         workspace_bytes: Extra memory held while it runs.
         is_fusible: Whether a compiler can compute it in one kernel with its neighbours.
         pays_alone: Whether a compiled kernel is faster than PyTorch's even for it alone.
+        is_recomputed: Whether it computes again, in the backward pass, what the forward pass did.
         members: Of a fused op, what it computes, in order; module and line are those of the member
             that makes most of it.
     """
@@ -115,6 +116,7 @@ class Op(msgspec.Struct, frozen=True):
     workspace_bytes: int = 0
     is_fusible: bool = False
     pays_alone: bool = False
+    is_recomputed: bool = False
     members: tuple[Member, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import Any
 
+from devplace.device_kinds import kind_of
 from devplace.errors import ExecutionError
 from devplace.files import alone
 from devplace.graph.fusion.call import FusedCall
@@ -54,7 +55,7 @@ def make(call: FusedCall, signature: Signature, tries: bool = True) -> None:
     except ExecutionError as error:
         store.write_failure(signature.key, str(error))
         return
-    if tries and signature.device.startswith("cuda"):
+    if tries and kind_of(signature.device).has_graphs:
         store.folder.mkdir(parents=True, exist_ok=True)
         with alone(store.folder / "lock"):  # since it also takes their times
             _try(function, signature)

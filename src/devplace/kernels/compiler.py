@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from devplace.device_kinds import kind_of
 from devplace.errors import ExecutionError
 from devplace.graph.fusion.call import FusedCall, on_device
 from devplace.kernels.kernel_signature import OPTIONS, Layout, Signature
@@ -35,7 +36,10 @@ WAYS: tuple[Mapping[str, Any], ...] = (
 @cache
 def why_no_compiler(device_type: str) -> str:
     """Why nothing can be compiled for a type of device here; empty if it can."""
-    if device_type == "cuda":
+    compiler = kind_of(device_type).compiler
+    if not compiler:
+        return f"fused groups are compiled for no {device_type} devices"
+    if compiler == "triton":
         from torch.utils._triton import has_triton
 
         return "" if has_triton() else "triton is not installed, or knows no such GPU"
@@ -57,7 +61,7 @@ def compile_source(call: FusedCall, signature: Signature) -> str:
         ExecutionError: The compiler refuses the group.
     """
     made = None
-    ways = WAYS if signature.device.startswith("cuda") else WAYS[:1]
+    ways = WAYS if kind_of(signature.device).compiler == "triton" else WAYS[:1]
     for way in ways:
         try:
             with _quiet():
@@ -143,7 +147,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _current(device: Any) -> Any:
-    return torch.cuda.device(device if device.type == "cuda" else -1)
+    return torch.cuda.device(device if kind_of(device.type).has_graphs else -1)
 
 
 def _fake(layout: Layout, device: Any) -> Any:

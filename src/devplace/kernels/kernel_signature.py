@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from devplace.device_kinds import kind_of
 from devplace.graph.fusion.call import FusedCall, Pairs
 
 ALIGNMENT = 16
@@ -84,10 +85,10 @@ def _is_aligned(tensor: Any) -> bool:
 def signature_of(call: FusedCall, device: Any, tensors: Sequence[Any]) -> Signature:
     """The signature of a call with these tensors.
 
-    Only on GPUs do kernels write over old values, and there all do, wherever they are called:
-    another kernel could round otherwise.
+    Only where values keep their addresses do kernels write over old ones, and there all do,
+    wherever they are called: another kernel could round otherwise.
     """
-    writes = call.over if str(device).startswith("cuda") else ()
+    writes = call.over if kind_of(str(device)).fixed_addresses else ()
     return Signature(call.name, str(device), tuple(map(layout_of, tensors)), writes)
 
 
@@ -95,13 +96,12 @@ def signature_of(call: FusedCall, device: Any, tensors: Sequence[Any]) -> Signat
 def place_of(device: str) -> str:
     """All that compiled kernels of a device depend on, as text: versions and the card."""
     versions = f"torch {torch.__version__}|{OPTIONS}"
-    kind = torch.device(device)
-    if kind.type != "cuda":
+    if kind_of(device).compiler != "triton":
         from devplace.machine.detect import cpu_model
 
         return f"{versions}|{cpu_model()}"
     from torch.utils._triton import has_triton
 
-    card = torch.cuda.get_device_properties(kind)
+    card = torch.cuda.get_device_properties(torch.device(device))
     triton = __import__("triton").__version__ if has_triton() else "no triton"
     return f"{versions}|{triton}|{card.name}|{card.major}.{card.minor}|cuda {torch.version.cuda}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+from devplace.device_kinds import first_of
 from devplace.graph.captured import Captured
 from devplace.graph.fusion.call import FusedCall
 from devplace.graph.graph import OpGraph
@@ -77,8 +78,7 @@ def prepare(
 def any_compiled(device_type: str) -> bool:
     """Whether kernels of this computer's first device of a type are on disk: then those of a step
     may be, and no compiling process need be started before that is known."""
-    device = "cuda:0" if device_type == "cuda" else device_type
-    return KernelStore(place_of(device)).folder.is_dir()
+    return KernelStore(place_of(first_of(device_type))).folder.is_dir()
 
 
 def _jobs(graph: OpGraph, devices: Sequence[str]) -> Iterator[Job]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import msgspec
 
+from devplace.device_kinds import DeviceKind, kind_names, kind_of, names_kind
 from devplace.errors import MachineError, did_you_mean
 from devplace.units import NS_PER_S
 
@@ -16,8 +16,6 @@ _TIME_LIMIT_NS = 10**15  # 11 days; sums of a few stay far inside 64 bits
 MAX_STREAMS = 1024
 MAX_DEVICES = 2048
 """Of one machine: pairs of them are looked at one by one."""
-
-DeviceKind = Literal["cpu", "gpu"]
 
 # fmt: off
 RATE_DTYPES = (
@@ -35,7 +33,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: As the user knows it, such as `cuda:0` or `cpu:0`.
-        kind: `cpu` or `gpu`.
+        kind: Name of its kind, `cpu` or `gpu`; see `traits`.
         memory_bytes: Memory in all.
         flops_per_s: Reachable rate of matrix work per dtype, FLOP/s; `float32` must be there.
         bytes_per_s: Memory bandwidth, bytes/s.
@@ -50,7 +48,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    kind: DeviceKind
+    kind: str
     memory_bytes: int
     flops_per_s: dict[str, int]
     bytes_per_s: int
@@ -62,6 +60,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     unsupported_ops: tuple[str, ...] = ()
     uuid: str = ""
     host: str = ""
+
+    @property
+    def traits(self) -> DeviceKind:
+        """What devices of its kind can do."""
+        return kind_of(self.kind)
 
     @property
     def usable_bytes(self) -> int:
@@ -343,8 +346,8 @@ def _validate_device(device: Device, pools: set[str]) -> None:
     owner = f"Device {device.name!r}"
     if not device.name:
         raise MachineError("Every device needs a name, such as 'cuda:0'.")
-    if device.kind not in ("cpu", "gpu"):
-        raise MachineError(f"{owner}: kind must be 'cpu' or 'gpu', got {device.kind!r}.")
+    if not names_kind(device.kind):
+        raise MachineError(f"{owner}: kind must be {kind_names()}, got {device.kind!r}.")
     _positive(device.memory_bytes, owner, "memory_bytes", "bytes")
     _positive(device.bytes_per_s, owner, "bytes_per_s", "bytes/s")
     _positive(device.streams, owner, "streams", "")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from devplace.device_kinds import find_kind, kind_names, names_kind
 from devplace.errors import MachineError, did_you_mean
 from devplace.files import read_whole
 from devplace.machine.machine import (
@@ -78,8 +79,8 @@ def _points(value: Any, what: str) -> tuple[tuple[int, int], ...]:
 
 
 def _kind(value: Any, what: str) -> str:
-    if value not in ("cpu", "gpu"):
-        raise MachineError(f"{what} must be 'cpu' or 'gpu', got {value!r}.")
+    if not names_kind(value):
+        raise MachineError(f"{what} must be {kind_names()}, got {value!r}.")
     return str(value)
 
 
@@ -266,11 +267,11 @@ class _Reader:
     def device(self, index: int, fields: dict[str, Any]) -> Device:
         name = fields["name"]
         if "kind" not in fields:
-            kind = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu"}.get(name.split(":")[0])
+            kind = find_kind(name)
             if kind is None:
-                message = f"devices[{index}] ({name}) needs a field 'kind': 'cpu' or 'gpu'."
+                message = f"devices[{index}] ({name}) needs a field 'kind': {kind_names()}."
                 raise self.error("devices", index, "", message)
-            fields["kind"] = kind
+            fields["kind"] = kind.name
         if fields.get("streams", 1) < 1:
             message = f"devices[{index}].streams must be positive, got {fields['streams']}."
             raise self.error("devices", index, "streams", message)

@@ -35,10 +35,8 @@ class StepPrices:
 
     @cached_property
     def accelerators(self) -> list[int]:
-        """Usable devices that pay for transfers."""
-        devices = self.problem.machine.devices
-        fast = [d for d in self.problem.usable_devices if devices[d].kind != "cpu"]
-        return fast or list(self.problem.usable_devices)
+        """Devices that pay for transfers."""
+        return self.problem.accelerators
 
     @cached_property
     def cpus(self) -> list[int]:

@@ -17,6 +17,7 @@ from devplace.placers.list_schedulers.m_sct import MSct
 from devplace.placers.list_schedulers.m_topo import MTopo
 from devplace.placers.list_schedulers.mayer import Mayer
 from devplace.placers.local_search.search import Search
+from devplace.placers.objective import Objective
 from devplace.placers.partitioners.contiguous import Contiguous
 from devplace.placers.partitioners.mincut import MinCut, MinCutRepaired
 from devplace.placers.partitioners.pipedream import PipeDream
@@ -32,7 +33,6 @@ from devplace.placers.simple.expert import Expert
 from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
 from devplace.placers.simple.single import Cpu, Single
-from devplace.placers.throughput_placing import ThroughputResult
 
 if TYPE_CHECKING:
     from devplace.placers.rl.colocrl import ColocRl
@@ -127,6 +127,7 @@ __all__ = [
     "Mayer",
     "MinCut",
     "MinCutRepaired",
+    "Objective",
     "PipeDream",
     "Placer",
     "Placeto",
@@ -142,7 +143,6 @@ __all__ = [
     "Search",
     "Single",
     "Spotlight",
-    "ThroughputResult",
     "Topo",
     "TrainingOptions",
     "by_name",

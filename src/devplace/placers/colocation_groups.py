@@ -14,13 +14,6 @@ I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 
-def accelerators(problem: Problem) -> list[int]:
-    """Usable devices that are no CPUs; all usable devices when there are only CPUs."""
-    devices = problem.machine.devices
-    fast = [d for d in problem.usable_devices if devices[d].kind != "cpu"]
-    return fast or list(problem.usable_devices)
-
-
 def legal(problem: Problem, wish: I32) -> I32:
     """Nearest allowed device per group: the wish where it is allowed, else the fastest allowed.
 
@@ -47,7 +40,7 @@ def group_time_ns(problem: Problem) -> F64:
 
 def mean_duration_ns(problem: Problem, devices: Sequence[int] | None = None) -> F64:
     """Mean time of each task over some devices, the accelerators by default. `[N]`"""
-    chosen = list(devices) if devices is not None else accelerators(problem)
+    chosen = list(devices) if devices is not None else problem.accelerators
     mean: F64 = problem.core.wires.duration_ns[:, chosen].mean(axis=1)
     return mean
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +12,8 @@ from numpy.typing import NDArray
 from devplace.errors import InputError
 from devplace.machine.detect import num_cores
 from devplace.placers import chains
-from devplace.placers.budget import Budget
-from devplace.placers.runners_up import Entry, RunnersUp, as_state, from_state
-from devplace.placers.turns import placed_in_turn
+from devplace.placers.budget import Budget, Meter
+from devplace.placers.history import History, placement_of
 from devplace.problem import Placement, Problem
 from devplace.simulator import make_kernel
 from devplace.simulator.in_order import simulate_in_order
@@ -52,7 +49,7 @@ class Score:
 
 
 class Evaluator:
-    """Simulates placements and counts them; remembers the best.
+    """Simulates placements, counts them, and offers those that fit to its history.
 
     Args:
         threads: Threads that simulate a batch; by default as many as there are usable cores.
@@ -63,11 +60,8 @@ class Evaluator:
 
     Attributes:
         problem: What is placed.
-        budget: What may be spent.
-        num_evaluations: Simulations done.
-        history: (evaluations, seconds, step_ns) whenever a better feasible placement was found.
-        best: The best feasible placement simulated so far.
-        runners_up: Good placements of other kinds; placers set its `heading`.
+        meter: What may be spent, and what is.
+        history: The best feasible placements simulated so far.
         proved_ns: A step time that an exact placer proved no placement that fits can beat.
         is_infeasible: Whether an exact placer proved that no placement fits.
         notes: What a placer wants the user to know.
@@ -82,22 +76,16 @@ class Evaluator:
         measure: Measure | None = None,
         least_ns: int = 0,
     ) -> None:
-        self._progress = progress
         self.least_ns = least_ns
         self._measure = measure
         self.problem = problem
-        self.budget = budget
         self.kernel: Any = make_kernel(problem.core)
-        self.num_evaluations = 0
-        self.history: list[tuple[int, float, int]] = []
-        self.runners_up = RunnersUp()
+        self.meter = Meter(budget, progress)
+        self.history = History(problem, self.meter)
         self.proved_ns = 0
         self.is_infeasible = False
         self.notes: list[str] = []
         self.threads = threads or num_cores()
-        self._started = time.monotonic()
-        self._best: Entry | None = None
-        self._ordered: Placement | None = None  # the best, if it has an order of its own
         tasks, wires = problem.core.tasks, problem.core.wires
         self._limits, self._pool_limits = wires.limit_bytes, wires.pool_limit_bytes
         total = int(
@@ -116,53 +104,20 @@ class Evaluator:
         return self._measure is not None
 
     @property
-    def seconds(self) -> float:
-        """Wall-clock time spent, s."""
-        return time.monotonic() - self._started
-
-    @property
     def exhausted(self) -> bool:
         """Whether the budget is used up."""
-        limit, most = self.budget.seconds, self.budget.evaluations
-        return (limit is not None and self.seconds >= limit) or (
-            most is not None and self.num_evaluations >= most
-        )
+        return self.meter.exhausted
 
     @property
     def is_optimal(self) -> bool:
         """Whether the best placement so far is as fast as any can be."""
-        return not self.is_measured and self._best is not None and self._best[0] <= self.least_ns
+        best_ns = self.history.best_ns
+        return not self.is_measured and best_ns is not None and best_ns <= self.least_ns
 
     @property
     def is_over(self) -> bool:
         """Whether the budget is used up, or nothing better can be found."""
         return self.exhausted or self.is_optimal
-
-    @property
-    def fraction_spent(self) -> float:
-        """Part of the budget used, 0 to 1; the larger of time and evaluations."""
-        parts = [0.0]
-        if self.budget.seconds is not None:
-            parts.append(self.seconds / self.budget.seconds)
-        if self.budget.evaluations is not None:
-            parts.append(self.num_evaluations / self.budget.evaluations)
-        return min(1.0, max(parts))
-
-    @contextmanager
-    def limited_to(self, share: float) -> Iterator[None]:
-        """Let only this part of what is left of the budget be spent."""
-        whole = self.budget
-        seconds, most = whole.seconds, whole.evaluations
-        if seconds is not None:
-            now = self.seconds
-            seconds = max(1e-9, now + share * (seconds - now))
-        if most is not None:
-            most = max(1, self.num_evaluations + int(share * (most - self.num_evaluations)))
-        self.budget = Budget(seconds, most)
-        try:
-            yield
-        finally:
-            self.budget = whole
 
     def __call__(self, placement: Placement) -> Score:
         """Simulate one placement."""
@@ -179,24 +134,20 @@ class Evaluator:
             return Score(np.iinfo(np.int64).max, np.iinfo(np.int64).max)
         assert placement.order is not None
         timeline = simulate_in_order(self.problem, placement, placement.order)
-        self.num_evaluations += 1
-        run, over = timeline.run, 0
-        for peaks, limits in (
-            (run.peak_bytes, self._limits),
-            (run.pool_peak_bytes, self._pool_limits),
-        ):
-            over += int(np.maximum(peaks - limits, 0).sum())
-        step = run.makespan_ns
+        self.meter.count(1)
+        step, over = timeline.run.makespan_ns, int(self._over(timeline.run))
         if self._measure is not None and over == 0:
             (found,) = self._measured(self._measure, [placement])
             step, over = (step, 1) if found is None else (found, 0)
-        if over == 0 and (self._best is None or step < self._best[0]):
-            self._best = (step, timeline.task_devices, None, False)
-            self._ordered = placement
-            self.history.append((self.num_evaluations, self.seconds, step))
-        if self._progress is not None:
-            self._progress(self.fraction_spent)
+        if over == 0:
+            self.history.offer((step, timeline.task_devices, None, False), placement)
+        self.meter.tell()
         return Score(step, over)
+
+    def _over(self, run: Any) -> Any:
+        """Bytes over the limits, of one run or of each of several."""
+        devices = np.maximum(run.peak_bytes - self._limits, 0).sum(axis=-1)
+        return devices + np.maximum(run.pool_peak_bytes - self._pool_limits, 0).sum(axis=-1)
 
     def batch(
         self, devices: I32, priorities: I64 | None = None, in_turn: bool = False
@@ -212,30 +163,37 @@ class Evaluator:
             Step times `[B]` and overflows in bytes `[B]`. A row not simulated has the largest
             integer in both.
         """
-        count = len(devices)
-        if self.budget.evaluations is not None:
-            left = self.budget.evaluations - self.num_evaluations
-            count = max(0, min(count, left))
+        count = self.meter.left(len(devices))
         step = np.full(len(devices), np.iinfo(np.int64).max)
         overflow = step.copy()
         if count == 0:
             return step, overflow
         rows = priorities[:count] if priorities is not None and priorities.ndim == 2 else priorities
-        # starting threads takes longer than simulating a small graph
-        threads = self.threads if count * devices.shape[1] >= 4000 else 1
-        tracks_memory = not self.memory_cannot_bind
-        scores = self.kernel.evaluate(devices[:count], rows, tracks_memory, threads, in_turn)
-        self.num_evaluations += count
-        step[:count] = scores.makespan_ns
-        overflow[:count] = np.maximum(scores.peak_bytes - self._limits, 0).sum(axis=1)
-        overflow[:count] += np.maximum(scores.pool_peak_bytes - self._pool_limits, 0).sum(axis=1)
+        step[:count], overflow[:count] = self.uncounted(devices[:count], rows, in_turn)
+        self.meter.count(count)
         if self._measure is not None:
             self._run(self._measure, step[:count], overflow[:count], devices, rows)
         waits = np.full(count, in_turn)
         self._remember(step[:count], overflow[:count], devices, rows, waits)
-        if self._progress is not None:
-            self._progress(self.fraction_spent)
+        self.meter.tell()
         return step, overflow
+
+    def uncounted(
+        self, devices: I32, priorities: I64 | None = None, in_turn: bool = False
+    ) -> tuple[I64, I64]:
+        """As `batch`, but neither counted nor remembered: for plans that are simpler, not shorter.
+
+        Args:
+            devices, priorities, in_turn: As of `batch`.
+
+        Returns:
+            Step times `[B]` and overflows in bytes `[B]`.
+        """
+        # starting threads takes longer than simulating a small graph
+        threads = self.threads if devices.size >= 4000 else 1
+        tracks_memory = not self.memory_cannot_bind
+        scores = self.kernel.evaluate(devices, priorities, tracks_memory, threads, in_turn)
+        return scores.makespan_ns, self._over(scores)
 
     def anneal(
         self,
@@ -269,55 +227,25 @@ class Evaluator:
                 self.problem.core, space, settings, starts, priorities, in_turn, seeds
             )
         groups, priority, waits, step, overflow, made, interrupted = found
-        self.num_evaluations += int(made.sum())
+        self.meter.count(int(made.sum()))
         self._remember(step, overflow, groups[:, self.problem.core.tasks.group], priority, waits)
         if interrupted:
             raise KeyboardInterrupt
-        if self._progress is not None:
-            self._progress(self.fraction_spent)
+        self.meter.tell()
         return [
             (groups[k].copy(), priority[k].copy(), bool(waits[k]), int(step[k]), int(overflow[k]))
             for k in range(len(step))
         ]
 
-    @property
-    def best(self) -> Placement | None:
-        """The best feasible placement simulated so far, if there was one."""
-        if self._best is None:
-            return None
-        if self._ordered is not None:
-            return self._ordered
-        return self._placement(self._best)
-
-    def next_best(self, most: int) -> tuple[Placement, ...]:
-        """The best feasible placements that are not `best` and differ from each other in kind."""
-        found = self.runners_up.distinct(self._best, most)
-        return tuple(self._placement(entry) for entry in found)
-
     def state_dict(self) -> dict[str, Any]:
         """What was spent and found, for checkpoints: plain lists and numbers."""
-        return {
-            "num_evaluations": self.num_evaluations,
-            "seconds": self.seconds,
-            "history": list(self.history),
-            "best": None if self._best is None else as_state(self._best),
-            "order": None if self._ordered is None else _order_as_state(self._ordered),
-            "runners_up": self.runners_up.state_dict(),
-        }
+        spent = {"num_evaluations": self.meter.num_evaluations, "seconds": self.meter.seconds}
+        return {**spent, **self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict` of another evaluator of the same problem."""
-        self.num_evaluations = state["num_evaluations"]
-        self._started = time.monotonic() - state["seconds"]
-        self.history = [(int(n), float(s), int(step)) for n, s, step in state["history"]]
-        self._best = None if state["best"] is None else from_state(state["best"])
-        self._ordered = None
-        if self._best is not None and state.get("order") is not None:
-            priority, rows = state["order"]
-            of_op = None if priority is None else np.array(priority, np.int64)
-            order = tuple(tuple(row) for row in rows)
-            self._ordered = Placement(self.problem.expand(self._best[1]), of_op, order)
-        self.runners_up.load_state_dict(state["runners_up"])
+        self.meter.go_on(state["num_evaluations"], state["seconds"])
+        self.history.load_state_dict(state)
 
     def _run(
         self, measure: Measure, step: I64, overflow: I64, devices: I32, priorities: I64 | None
@@ -327,7 +255,7 @@ class Evaluator:
         rows, placements = np.flatnonzero(overflow == 0), []
         for row in rows:
             priority = priorities[row] if own and priorities is not None else priorities
-            placements.append(self._placement((0, devices[row], priority, False)))
+            placements.append(placement_of(self.problem, (0, devices[row], priority, False)))
         times = self._measured(measure, placements)
         for row, found in zip(rows, times, strict=True):
             if found is None:
@@ -339,13 +267,6 @@ class Evaluator:
     def _measured(measure: Measure, placements: list[Placement]) -> list[int | None]:
         many = getattr(measure, "many", None)
         return many(placements) if many else [measure(each) for each in placements]
-
-    def _placement(self, entry: Entry) -> Placement:
-        _, device, priority, in_turn = entry
-        if in_turn and priority is not None:
-            return placed_in_turn(self.problem, device, priority)
-        of_op = None if priority is None else self.problem.op_priority(priority)
-        return Placement(self.problem.expand(device), of_op)
 
     def _remember(
         self,
@@ -361,16 +282,4 @@ class Evaluator:
         row = int(fits[step[fits].argmin()])
         own = priorities is not None and priorities.ndim == 2
         priority = priorities[row] if own and priorities is not None else priorities
-        self.runners_up.offer(int(step[row]), devices[row], priority, bool(in_turn[row]))
-        if self._best is not None and int(step[row]) >= self._best[0]:
-            return
-        kept = None if priority is None else priority.copy()
-        self._best = (int(step[row]), devices[row].copy(), kept, bool(in_turn[row]))
-        self._ordered = None
-        self.history.append((self.num_evaluations, self.seconds, self._best[0]))
-
-
-def _order_as_state(placement: Placement) -> list[Any]:
-    assert placement.order is not None
-    priority = None if placement.priority is None else placement.priority.tolist()
-    return [priority, [list(row) for row in placement.order]]
+        self.history.offer((int(step[row]), devices[row], priority, bool(in_turn[row])))

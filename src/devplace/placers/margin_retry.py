@@ -40,6 +40,8 @@ class Found:
         proved_ns: A step time that the placer proved no placement that fits can beat.
         is_infeasible: Whether it proved that none fits.
         others: All other placements that it remembers.
+        least_ns: A value of the objective that the search proved no placement can beat; 0: none
+            but what `proved_ns` says.
     """
 
     placement: Placement
@@ -53,6 +55,7 @@ class Found:
     proved_ns: int = 0
     is_infeasible: bool = False
     others: tuple[Placement, ...] = ()
+    least_ns: int = 0
 
     @property
     def over_bytes(self) -> int:
@@ -155,10 +158,10 @@ def _search(
     try:
         placement = placer(narrowed, evaluate, np.random.default_rng(seed))
     except KeyboardInterrupt:
-        if evaluate.best is None:
+        if evaluate.history.best is None:
             raise
-        placement, interrupted = evaluate.best, True
-    seconds = evaluate.seconds
+        placement, interrupted = evaluate.history.best, True
+    seconds = evaluate.meter.seconds
     broken = problem.violations(placement)
     if broken:
         raise AssertionError(f"placer {placer.name} broke a demand: {broken[0]}")
@@ -166,15 +169,15 @@ def _search(
     found = Found(
         placement,
         simulate(problem, placement),
-        max(1, evaluate.num_evaluations),  # the plan itself is simulated in any case
+        max(1, evaluate.meter.num_evaluations),  # the plan itself is simulated in any case
         seconds,
-        tuple(evaluate.history),
-        evaluate.next_best(MAX_RUNNERS_UP),
+        tuple(evaluate.history.points),
+        evaluate.history.next_best(MAX_RUNNERS_UP),
         interrupted,
         tuple(evaluate.notes),
         proved_ns=evaluate.proved_ns,
         is_infeasible=evaluate.is_infeasible,
-        others=evaluate.next_best(MAX_KNOWN),
+        others=evaluate.history.next_best(MAX_KNOWN),
     )
     return found if measure is not None else _with_end(found)
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from devplace.errors import InputError, ProblemError, did_you_mean
 from devplace.placers.budget import Budget
 from devplace.placers.counted_simulator import Measure
 from devplace.placers.infeasible import infeasible, no_room
-from devplace.placers.margin_retry import search, with_priority
+from devplace.placers.objective import LATENCY, Objective
 from devplace.placers.placer import Placer
 from devplace.placers.result import Result, made_for
-from devplace.placers.throughput_placing import place_throughput
+from devplace.placers.throughput_placing import Throughput
 from devplace.plan import make_plan
-from devplace.problem import Placement, Problem
-from devplace.simulator import Timeline, simulate
+from devplace.problem import Problem
 from devplace.simulator.bounds import LowerBound, lower_bound
 
-OBJECTIVES = ("latency", "throughput")
+OBJECTIVES: dict[str, Objective] = {each.name: each for each in (LATENCY, Throughput())}
 
 
 def place(
@@ -30,7 +27,7 @@ def place(
     budget: Budget | str | None = None,
     seed: int = 0,
     *,
-    objective: str = "latency",
+    objective: str | Objective = "latency",
     request: dict[str, Any] | None = None,
     allow_infeasible: bool = False,
     bound: LowerBound | None = None,
@@ -46,8 +43,8 @@ def place(
             twice, where gaps between tensors make the found placement too large (`search`).
         seed: Seed of all randomness. The same seed and evaluations give the same plan.
         objective: `latency`, the time of one step, or `throughput`, the largest load of a device in
-            a full pipeline of steps (see `devplace.pipelining.step_loads`). For `throughput` the
-            result is a `ThroughputResult`, `search` is a solver of its own, whose evaluations are
+            a full pipeline of steps (see `devplace.pipelining.step_loads`); or one of your own
+            (`Objective`). For `throughput`, `search` is a solver of its own, whose evaluations are
             moves tried and placements simulated, and the placements of other placers are valued
             after their backward ops have gone to their forward ops.
         request: How the problem came about (model, machine ...), kept in the plan.
@@ -67,9 +64,10 @@ def place(
         InputError: A budget that is not positive, or an unknown objective.
     """
     budget = Budget.parse(budget)
-    if objective not in OBJECTIVES:
+    goal = OBJECTIVES.get(objective) if isinstance(objective, str) else objective
+    if goal is None:
         raise InputError(
-            f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
+            f"Unknown objective {objective!r}.{did_you_mean(str(objective), tuple(OBJECTIVES))} "
             f"Known: {', '.join(OBJECTIVES)}."
         )
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
@@ -82,33 +80,25 @@ def place(
     reason = placer.supports(problem)
     if reason:
         raise ProblemError(f"Placer {placer.name} cannot place this: {reason}. Choose another one.")
+    reason = goal.refuses(problem, measure is not None)
+    if reason:
+        raise InputError(reason)
     bound = bound or lower_bound(problem)
     if bound.is_infeasible and not allow_infeasible:
         raise no_room(problem, bound)
-    if objective == "throughput":
-        if measure is not None:
-            raise InputError(
-                "A measurement times one step and cannot stand for the largest load: leave out "
-                "measure, or use objective='latency'."
-            )
-        return place_throughput(
-            problem, placer, budget, seed, bound, request, allow_infeasible, progress
-        )
-    found = search(problem, placer, budget, seed, progress, measure, bound.step_ns)
+    found = goal.search(problem, placer, budget, seed, progress, measure, bound)
     placement, timeline = found.placement, found.timeline
-    if measure is None and timeline.is_feasible:
-        placement, timeline = leanest(placement, timeline, found.runners_up)
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
     if found.is_infeasible and not bound.lack:
         bound = replace(bound, lack="exact")
     if not timeline.is_feasible and not allow_infeasible:
         raise infeasible(timeline, placer.name, bound)
-    made = made_for(problem, placer, seed, request)
-    plan = make_plan(timeline, placement.priority, made, bound.step_ns)
+    made = made_for(problem, placer, seed, request, goal)
+    kept = {goal.predicted_as: goal.value(timeline)} if goal.predicted_as else {}
     return Result(
         placement,
         timeline,
-        plan,
+        make_plan(timeline, placement.priority, made, bound.step_ns, **kept),
         placer.name,
         seed,
         found.evaluations,
@@ -118,20 +108,6 @@ def place(
         found.is_interrupted,
         found.runners_up,
         found.notes,
+        goal,
+        found.least_ns,
     )
-
-
-def leanest(
-    placement: Placement, timeline: Timeline, others: Iterable[Placement]
-) -> tuple[Placement, Timeline]:
-    """Of a placement and others that are as fast, fit and use no more devices, the one whose
-    fullest device holds least; of equal ones the first."""
-    best = placement, timeline
-    used = np.count_nonzero(timeline.peak_bytes)
-    for other in others:
-        step = simulate(timeline.problem, other)
-        is_equal = step.is_feasible and step.makespan_ns == timeline.makespan_ns
-        is_leaner = step.peak_bytes.max() < best[1].peak_bytes.max()
-        if is_equal and is_leaner and np.count_nonzero(step.peak_bytes) <= used:
-            best = with_priority(timeline.problem, other), step
-    return best

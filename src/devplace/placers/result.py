@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from devplace.placers.objective import LATENCY, Latency, Objective
 from devplace.placers.placer import Placer
 from devplace.plan import Plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline
-from devplace.simulator.bounds import LowerBound, Status
+from devplace.simulator.bounds import LowerBound, Status, gap, status
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,12 @@ class Result:
         evaluations: Simulations it used.
         seconds: Wall-clock time it took, s.
         history: (evaluations, seconds, step_ns) at each improvement.
-        bound: Lower bounds of the problem.
+        bound: Lower bounds of the problem: of the step time, and memory.
         is_interrupted: Whether the placer was stopped by Ctrl-C; this is the best it had found.
         runners_up: The best other feasible placements it saw that differ in kind, fastest first.
         notes: What the user should know of the search.
+        objective: What was to be small.
+        least_ns: A value of the objective that the search proved no placement can beat; 0: none.
     """
 
     placement: Placement = field(repr=False)
@@ -43,21 +47,28 @@ class Result:
     is_interrupted: bool = False
     runners_up: tuple[Placement, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
+    objective: Objective = field(default=LATENCY, repr=False)
+    least_ns: int = field(default=0, repr=False)
 
     @property
     def step_ns(self) -> int:
         """Predicted step time."""
         return self.timeline.makespan_ns
 
-    @property
-    def objective(self) -> str:
-        """What was to be small: `latency` (one step) or `throughput` (largest load)."""
-        return "latency"
+    @cached_property
+    def value_ns(self) -> int:
+        """What was to be small."""
+        return self.objective.value(self.timeline)
+
+    @cached_property
+    def bound_ns(self) -> int:
+        """No placement that fits has a smaller value."""
+        return self.least_ns or self.objective.bound(self.timeline.problem, self.bound)
 
     @property
-    def value_ns(self) -> int:
-        """What was to be small: the predicted step time."""
-        return self.step_ns
+    def has_own_value(self) -> bool:
+        """Whether something else than the step time was to be small."""
+        return not isinstance(self.objective, Latency)
 
     @property
     def is_feasible(self) -> bool:
@@ -66,19 +77,24 @@ class Result:
 
     @property
     def gap(self) -> float:
-        """How far the step is above the lower bound: step / bound - 1."""
-        return self.bound.gap(self.step_ns)
+        """How far the value is above its lower bound: value / bound - 1."""
+        return gap(self.value_ns, self.bound_ns)
 
     @property
     def status(self) -> Status:
-        """`optimal`, `feasible`, `infeasible` (proved) or `unknown`: `LowerBound.status`."""
-        return self.bound.status(self.step_ns, self.is_feasible)
+        """`optimal`, `feasible`, `infeasible` (proved) or `unknown`: as `LowerBound.status`."""
+        return status(self.value_ns, self.bound_ns, self.is_feasible, self.bound.is_infeasible)
 
 
 def made_for(
-    problem: Problem, placer: Placer, seed: int, request: dict[str, Any] | None
+    problem: Problem,
+    placer: Placer,
+    seed: int,
+    request: dict[str, Any] | None,
+    objective: Objective,
 ) -> dict[str, Any]:
     """The request of a plan: how it was made."""
     made: dict[str, Any] = {"placer": placer.name, "seed": seed, "limits": dict(problem.limits)}
     made |= {"pins": dict(problem.pins), "exclude": list(problem.exclude)}
-    return {**made, **(request or {})}
+    own = {} if isinstance(objective, Latency) else {"objective": objective.name}
+    return {**made, **(request or {}), **own}

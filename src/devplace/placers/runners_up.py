@@ -32,10 +32,9 @@ class RunnersUp:
         self.heading = ""
         self._best: dict[tuple[str, int], Entry] = {}
 
-    def offer(
-        self, step_ns: int, devices: I32, priority: I64 | None, in_turn: bool = False
-    ) -> None:
+    def offer(self, entry: Entry) -> None:
         """Keep a feasible placement if it is the fastest under its heading."""
+        step_ns, devices, priority, in_turn = entry
         key = (self.heading, int(np.count_nonzero(np.bincount(devices))))
         known = self._best.get(key)
         if known is None or step_ns < known[0]:

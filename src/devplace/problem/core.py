@@ -424,7 +424,9 @@ def build_wires(
         num_channels=len(channels),
         streams=np.array([device.streams for device in machine.devices], np.int32),
         limit_bytes=np.array(limit_bytes, np.int64),
-        fixed_buffers=np.array([device.kind == "gpu" for device in machine.devices], np.uint8),
+        fixed_buffers=np.array(
+            [device.traits.fixed_addresses for device in machine.devices], np.uint8
+        ),
         held_bytes=np.zeros(count, np.int64) if costs.held_bytes is None else costs.held_bytes,
         pool=np.array([pools.get(device.pool, -1) for device in machine.devices], np.int32),
         pool_limit_bytes=np.array(

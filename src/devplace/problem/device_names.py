@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from devplace.device_kinds import named_by_number
 from devplace.errors import ProblemError, did_you_mean
 from devplace.machine import Machine
 from devplace.units import parse_size
@@ -15,7 +16,7 @@ def resolve_device(machine: Machine, name: str | int, where: str) -> str:
     Raises:
         ProblemError: No such device; lists the known ones.
     """
-    text = f"cuda:{name}" if isinstance(name, int) or str(name).isdigit() else str(name)
+    text = named_by_number(name) if str(name).isdigit() else str(name)
     if text in machine.device_index:
         return text
     same = [device for device in machine.device_names if device.split(":")[0] == text]

@@ -156,6 +156,13 @@ class Problem:
         names = self.machine.device_names
         return tuple(i for i, name in enumerate(names) if name not in self.unused)
 
+    @property
+    def accelerators(self) -> list[int]:
+        """Usable devices that are not the host's; all usable ones where there are only those."""
+        devices = self.machine.devices
+        fast = [d for d in self.usable_devices if not devices[d].traits.is_host]
+        return fast or list(self.usable_devices)
+
     @cached_property
     def unused(self) -> Mapping[str, str]:
         """Devices that must not be used -> `is excluded` or `has a limit of 0`.

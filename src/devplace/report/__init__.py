@@ -16,7 +16,7 @@ from devplace.report.text_tables import (
     memory_json,
     memory_table,
 )
-from devplace.report.throughput_plan import load_json, load_rows, plan_load_lines
+from devplace.report.throughput_plan import load_rows, plan_load_lines, value_json
 
 __all__ = [
     "Deviation",
@@ -32,7 +32,6 @@ __all__ = [
     "device_map",
     "explain",
     "html_report",
-    "load_json",
     "load_rows",
     "measured_memory_rows",
     "measured_memory_table",
@@ -48,4 +47,5 @@ __all__ = [
     "save_chrome_trace",
     "save_html_report",
     "split_points",
+    "value_json",
 ]

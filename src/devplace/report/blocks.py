@@ -95,7 +95,8 @@ def _sum(name: str, inside: Sequence[Row]) -> Row:
     devices: Counter[str] = Counter()
     for row in inside:
         devices.update(row.devices)
-    why = ", ".join(dict.fromkeys(row.why for row in inside if row.why))
+    reasons = (reason for row in inside for reason in row.why.split(", ") if reason)
+    why = ", ".join(dict.fromkeys(reasons))
     time_ns, critical_ns = sum(r.time_ns for r in inside), sum(r.critical_ns for r in inside)
     received, memory = sum(r.received_bytes for r in inside), sum(r.memory_bytes for r in inside)
     ordered = dict(devices.most_common())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from devplace.device_kinds import is_host, named_by_number
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.files import decode_json, read_whole
 from devplace.graph import OpGraph
@@ -133,7 +134,7 @@ def _placed(
 
 def user_names(device_names: Sequence[str]) -> list[str]:
     """Device names as torch users write them: the only CPU is `cpu`."""
-    cpus = [name for name in device_names if name.startswith("cpu")]
+    cpus = [name for name in device_names if is_host(name)]
     return ["cpu" if [name] == cpus else name for name in device_names]
 
 
@@ -216,7 +217,7 @@ def pins_of(found: object, where: str = "device map") -> dict[str, str]:
     for path in sorted(found, key=lambda path: -len(module_paths(f"{path}.x" if path else "x"))):
         device = found[path]
         is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
-        name = f"cuda:{device}" if is_number else str(device)
+        name = named_by_number(device) if is_number else str(device)
         if not re.fullmatch(r"[a-z]+(:[0-9]+)?", name) or name in ("disk", "meta"):
             raise InputError(
                 f"{where}: {path!r} is on {device!r}, which is no device of a plan. Use a device's "

@@ -152,17 +152,17 @@ def _chart(timeline: Timeline) -> dict[str, Any]:
         label = label.removeprefix("link ")
         for number, row in enumerate(lanes(spans) or [[]]):
             title = label if not number else f"{label} ({number + 1})"
-            is_gpu = label in used and problem.machine.devices[used[label]].kind == "gpu"
-            tracks.append(_track(title, kind, row, infos, is_gpu))
+            runs_own = label in used and not problem.machine.devices[used[label]].traits.is_host
+            tracks.append(_track(title, kind, row, infos, runs_own))
         if kind == "device":
             tracks.append(_memory_track(timeline, used[label]))
     return {"makespan_ns": timeline.makespan_ns, "tracks": tracks, "infos": list(infos)}
 
 
 def _track(
-    label: str, kind: str, row: Sequence[Span], infos: dict[str, int], is_gpu: bool
+    label: str, kind: str, row: Sequence[Span], infos: dict[str, int], runs_own: bool
 ) -> dict[str, Any]:
-    details = [infos.setdefault(_info(args, is_gpu), len(infos)) for *_, args in row]
+    details = [infos.setdefault(_info(args, runs_own), len(infos)) for *_, args in row]
     return {
         "label": label,
         "kind": kind,
@@ -175,12 +175,12 @@ def _track(
     }
 
 
-def _info(args: dict[str, Any], is_gpu: bool) -> str:
+def _info(args: dict[str, Any], runs_own: bool) -> str:
     if "from" in args:
         return f"{args['from']} to {args['to']}, {format_bytes(args['bytes'])}"
     place = " ".join(part for part in (args["module"], args["source"]) if part)
-    # A step captured on a CPU has its kernel of attention; a GPU runs its own.
-    target = args["target"].replace("_for_cpu", "") if is_gpu else args["target"]
+    # A step captured on a CPU has its kernel of attention; accelerators run their own.
+    target = args["target"].replace("_for_cpu", "") if runs_own else args["target"]
     text = f"{place}\n{target}, {args['stage']}, makes {format_bytes(args['bytes'])}"
     if "members" in args:
         modules = [module for module in args["modules"] if module]

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from devplace.graph.members import where_text
-from devplace.placers import Budget, Result, Single, ThroughputResult
+from devplace.placers import Budget, Result, Single
 from devplace.placers.margin_retry import search
 from devplace.placers.simple.single import all_on
 from devplace.problem import Problem
-from devplace.report.throughput_plan import load_rows
+from devplace.report.throughput_plan import is_for_throughput, load_rows
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.memory_bounds import least_needs
 from devplace.units import format_bytes, format_time
@@ -166,15 +166,17 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
     """
     timeline, problem = result.timeline, result.timeline.problem
     single = single or best_single(problem, [timeline])
+    label = result.objective.label
     lines = [
         ("step", f"{format_time(result.step_ns)} predicted{_against(result.step_ns, single)}"),
+        *([(label, format_time(result.value_ns))] if result.has_own_value else []),
         (
             "lower bound",
-            f"{format_time(result.bound.step_ns)}; the step is {_gap_text(result.gap)}",
+            f"{format_time(result.bound_ns)}; the {label} is {_gap_text(result.gap)}",
         ),
         ("status", _STATUS_TEXT[result.status]),
     ]
-    if isinstance(result, ThroughputResult):
+    if is_for_throughput(result):
         lines = load_rows(result, single)
     is_analytic = problem.costs.origin == "analytic"
     lines.append(("costs", "analytic: no op was timed" if is_analytic else problem.costs.origin))

@@ -11,12 +11,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from devplace.device_kinds import is_host
 from devplace.errors import InputError
-from devplace.placers import Result, ThroughputResult
+from devplace.placers import Result
 from devplace.problem import Problem
 from devplace.report.memory import CATEGORIES, memory_rows
 from devplace.report.summary import best_single, devices_in_use, missing_text
-from devplace.report.throughput_plan import load_json
+from devplace.report.throughput_plan import value_json
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.units import SIZE_UNITS, format_bytes, format_time
@@ -72,28 +73,28 @@ def comparison_table(
     title = f"{problem.graph.name} on {problem.machine.name}"
     table = plain_table(title)
     table.add_column("placer", overflow="fold")
-    loads = [r for r in found if isinstance(r, ThroughputResult)]
-    if loads:
-        table.add_column("max load", justify="right", no_wrap=True)
+    own = [r for r in found if r.has_own_value]
+    if own:
+        table.add_column(own[0].objective.label, justify="right", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
     table.add_column(f"peak memory, {unit}", overflow="fold", min_width=14)
-    for name in ("moved", "evals", "s") if not loads else ("moved", "s"):
+    for name in ("moved", "evals", "s") if not own else ("moved", "s"):
         table.add_column(name, justify="right", no_wrap=True)
     best = min((r.value_ns for r in found if r.is_feasible), default=-1)
     for row in results:
         if isinstance(row, Skipped):
             reason = Text(_skip_text(row))
-            blank = ["-"] * (3 - bool(loads))
-            before = ["-"] * (3 + bool(loads))
+            blank = ["-"] * (3 - bool(own))
+            before = ["-"] * (3 + bool(own))
             table.add_row(Text(row.placer), *before, reason, *blank)
         else:
             style = "bold" if row.is_feasible and row.value_ns == best else ""
             table.add_row(*_cells(row, single, unit), style=style)
     table.add_section()
-    least = max((r.load_bound_ns for r in loads), default=bound.step_ns)
-    times = [format_time(least)] * bool(loads) + [format_time(bound.step_ns)]
+    least = max((r.bound_ns for r in own), default=bound.step_ns)
+    times = [format_time(least)] * bool(own) + [format_time(bound.step_ns)]
     table.add_row("lower bound", *times, _ratio(single.makespan_ns, least), "", _bound_text(bound))
     if not single.is_feasible:
         table.caption = Text(
@@ -210,13 +211,13 @@ def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
         memory += f"\ndoes not fit: {missing_text(timeline.missing_bytes)}"
     return [
         Text(result.placer),
-        *([Text(format_time(result.value_ns))] if result.objective == "throughput" else []),
+        *([Text(format_time(result.value_ns))] if result.has_own_value else []),
         Text(format_time(result.step_ns)),
         Text(_ratio(single.makespan_ns, result.value_ns)),
         Text(gap_text(result)),
         Text(memory),
         Text(format_bytes(timeline.transfer_bytes)),
-        *([] if result.objective == "throughput" else [Text(f"{result.evaluations:,}")]),
+        *([] if result.has_own_value else [Text(f"{result.evaluations:,}")]),
         Text(f"{result.seconds:.1f}"),
     ]
 
@@ -227,18 +228,18 @@ def _peaks(timeline: Timeline, unit: str) -> str:
     A device is named by its index when all accelerators share one name; `cpu` stays `cpu`.
     """
     names = timeline.problem.machine.device_names
-    cpus = [name for name in names if name.startswith("cpu")]
-    kinds = {name.partition(":")[0] for name in names} - {"cpu"}
+    hosts = [name for name in names if is_host(name)]
+    kinds = {name.partition(":")[0] for name in names if name not in hosts}
     shown = []
     for d in devices_in_use(timeline):
         kind, _, index = names[d].partition(":")
-        if kind == "cpu" and (len(cpus) == 1 or kinds):
-            label = "cpu" if len(cpus) == 1 else f"cpu{index}"
+        if names[d] in hosts and (len(hosts) == 1 or kinds):
+            label = kind if len(hosts) == 1 else f"{kind}{index}"
         else:
             label = index if index and len(kinds) <= 1 else names[d]
         shown.append((label, _size(int(timeline.peak_bytes[d]), unit)))
     parts = []
-    for (_, size), run in groupby(enumerate(shown), key=lambda e: (e[1][0] == "cpu", e[1][1])):
+    for (*_, size), run in groupby(enumerate(shown), key=lambda e: (is_host(e[1][0]), e[1][1])):
         labels = [label for _, (label, _) in run]
         label = labels[0] if len(labels) == 1 else f"{labels[0]}-{labels[-1]}"
         parts.append(f"{label}={size}")
@@ -295,7 +296,7 @@ def _json_row(row: Result | Skipped) -> dict[str, Any]:
         "transfer_bytes": timeline.transfer_bytes,
         "evaluations": row.evaluations,
         "seconds": row.seconds,
-        **load_json(row),
+        **value_json(row),
     }
     if not row.is_feasible:
         out["missing_bytes"] = timeline.missing_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from devplace.pipelining import step_loads
-from devplace.placers import ThroughputResult
+from devplace.placers import Result
 from devplace.plan import Plan
 from devplace.problem import Problem
 from devplace.simulator import Timeline
@@ -19,7 +19,7 @@ RUNS_AS = (
 )
 
 
-def load_rows(result: ThroughputResult, single: Timeline) -> list[tuple[str, str]]:
+def load_rows(result: Result, single: Timeline) -> list[tuple[str, str]]:
     """Largest load, its bound, every device's load, one step alone, and what the plan runs as.
 
     Args:
@@ -32,30 +32,43 @@ def load_rows(result: ThroughputResult, single: Timeline) -> list[tuple[str, str
     gap = f"{result.gap:.1%} above it" if result.gap < 1 else f"{1 + result.gap:.1f}x as large"
     loads = [
         f"{name} {format_time(load)}"
-        for name, load in zip(names, result.loads_ns, strict=True)
+        for name, load in zip(names, _loads(result), strict=True)
         if load
     ]
     return [
         ("largest load", f"{format_time(result.value_ns)} per step of a full pipeline{rate}"),
-        ("lower bound", f"{format_time(result.load_bound_ns)}; the load is {gap}, {result.status}"),
+        ("lower bound", f"{format_time(result.bound_ns)}; the load is {gap}, {result.status}"),
         ("loads", ", ".join(loads) or "none"),
         ("step alone", f"{format_time(result.step_ns)} predicted, as devplace runs it"),
         ("runs as", RUNS_AS),
     ]
 
 
-def load_json(result: object) -> dict[str, Any]:
-    """The same as integers, ns; empty for other objectives."""
-    if not isinstance(result, ThroughputResult):
+def is_for_throughput(result: Result) -> bool:
+    """Whether the largest load was to be small."""
+    return result.objective.name == "throughput"
+
+
+def value_json(result: Result) -> dict[str, Any]:
+    """What was to be small and what is known of it, ns; empty where that is the step."""
+    if not result.has_own_value:
         return {}
+    if not is_for_throughput(result):
+        own = {"value_ns": result.value_ns, "bound_ns": result.bound_ns}
+        return {"objective": result.objective.name, **own, "status": result.status}
     names = result.timeline.problem.machine.device_names
     return {
-        "objective": result.objective,
+        "objective": result.objective.name,
         "max_load_ns": result.value_ns,
-        "load_bound_ns": result.load_bound_ns,
+        "load_bound_ns": result.bound_ns,
         "status": result.status,
-        "loads_ns": dict(zip(names, result.loads_ns, strict=True)),
+        "loads_ns": dict(zip(names, _loads(result), strict=True)),
     }
+
+
+def _loads(result: Result) -> list[int]:
+    found: list[int] = step_loads(result.timeline.problem, result.timeline.task_devices).tolist()
+    return found
 
 
 def plan_load_lines(plan: Plan, problem: Problem) -> list[str]:

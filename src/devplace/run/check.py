@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from devplace.device_kinds import CPU, kind_of
 from devplace.errors import VerificationError
 from devplace.graph import Captured
 from devplace.graph.graph import StepResult
 from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.copies import clone_tensor
-from devplace.run.executors import Executor, make_executor, runs_on_cuda
+from devplace.run.executors import Executor, accelerators_used, make_executor
 from devplace.run.mailbox import CopyFunction
 from devplace.run.own_step import OwnStep, run_own, why_not_run
 from devplace.run.schedule import Schedule, make_schedule
@@ -219,7 +220,7 @@ def _coarsest(graph: Captured) -> float:
     """The largest limit of a dtype that the step computes in."""
     limit = max((LIMITS.get(tensor.dtype, 0.0) for tensor in graph.tensors), default=0.0)
     is_short = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    if graph.program.device == "cuda" and is_short and limit == LIMITS["float32"]:
+    if kind_of(graph.program.device).has_matrix_cores and is_short and limit == LIMITS["float32"]:
         return LIMITS["float16"]  # TF32 has as many digits
     return limit
 
@@ -300,8 +301,6 @@ class _Pair:
             return run_unplaced(self._graph, sources, self._seed, number, self._device)
 
     def _moved(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        if self._device == "cpu":
-            return dict(values)
         return {op: value.to(self._device) for op, value in values.items()}
 
 
@@ -399,10 +398,7 @@ def _real_inputs(batch: dict[int, Any], seed: int) -> dict[int, Any]:
 
 def _reference_device(schedule: Schedule) -> str:
     """Where the unplaced step runs: on the first GPU with ops, or the CPU."""
-    if not runs_on_cuda(schedule):
-        return "cpu"
-    names = zip(schedule.device_names, schedule.instructions, strict=True)
-    return next(name for name, some in names if some and name.startswith("cuda"))
+    return (accelerators_used(schedule) or [CPU.torch_type])[0]
 
 
 @contextmanager

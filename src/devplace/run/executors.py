@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from devplace.device_kinds import CPU, is_host, kind_of
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import CpuExecutor, StepOutcome
 from devplace.run.mailbox import CopyFunction
-from devplace.run.schedule import Schedule, is_cpu
+from devplace.run.schedule import Schedule
 
 if TYPE_CHECKING:
     from devplace.run.ranks.processes import Processes
@@ -69,13 +71,12 @@ def make_executor(
         InputError: CUDA devices that are not there.
         PlanError: An op on a CPU device beside GPUs that cannot run there.
     """
-    if not runs_on_cuda(schedule):
+    if not accelerators_used(schedule):
         if processes is not None:
             copy = processes.copy
         return CpuExecutor(schedule, seed, copy, keeps_old_state, processes)
-    from devplace.run.cuda import CudaExecutor
-
-    return CudaExecutor(
+    module, _, name = kind_of(schedule.graph.program.device).executor.partition(":")
+    executor: Executor = getattr(import_module(module), name)(
         schedule,
         seed,
         waits=waits,
@@ -83,28 +84,33 @@ def make_executor(
         staged_pairs=staged_pairs,
         processes=processes,
     )
+    return executor
 
 
 def used_devices(schedule: Schedule) -> list[str]:
     """torch devices that a schedule's ops run on."""
-    names = zip(schedule.device_names, schedule.instructions, strict=True)
-    used = [name for name, some in names if some]
-    if not runs_on_cuda(schedule):
-        return ["cpu"]
-    return list(dict.fromkeys("cpu" if is_cpu(name) else name for name in used))
+    if not accelerators_used(schedule):
+        return [CPU.torch_type]
+    host = CPU.torch_type
+    return list(dict.fromkeys(host if is_host(name) else name for name in _active(schedule)))
 
 
-def runs_on_cuda(schedule: Schedule) -> bool:
-    """Whether any op is on a CUDA device of this computer, in a step captured for CUDA.
+def accelerators_used(schedule: Schedule) -> list[str]:
+    """Names of this computer's devices, of the kind a step was captured for, that have ops; none
+    if the step runs on logical CPU devices.
 
     A step captured on a CPU has other ops (dropout, attention); on logical CPU devices it can be
     tried wherever a plan puts it.
     """
-    if schedule.graph.program.device != "cuda":
-        return False
-    names = zip(schedule.device_names, schedule.instructions, strict=True)
-    if not any(some and name.startswith("cuda") for name, some in names):
-        return False
+    kind = kind_of(schedule.graph.program.device)
+    names = [name for name in _active(schedule) if name.startswith(kind.torch_type)]
+    if not kind.executor or not names:
+        return []
     import torch
 
-    return bool(torch.cuda.is_available())
+    return names if torch.get_device_module(kind.torch_type).is_available() else []
+
+
+def _active(schedule: Schedule) -> list[str]:
+    names = zip(schedule.device_names, schedule.instructions, strict=True)
+    return [name for name, some in names if some]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 
+from devplace.device_kinds import is_host
 from devplace.errors import PlanError
-from devplace.run.schedule import Instruction, PlannedTransfer, Schedule, is_cpu
+from devplace.run.schedule import Instruction, PlannedTransfer, Schedule
 from devplace.simulator.send_lifetimes import (
     JOINED_BYTES,
     PATIENCE,
@@ -100,7 +101,7 @@ def _duration_ns(schedule: Schedule, device: int, instruction: Instruction) -> i
     if kind != "call" or node.target is operator.getitem:
         return 0
     op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
-    return rough_op_ns(op, is_cpu(schedule.device_names[device]))
+    return rough_op_ns(op, is_host(schedule.device_names[device]))
 
 
 def freed_before(schedule: Schedule) -> tuple[dict[int, tuple[int, ...]], ...]:

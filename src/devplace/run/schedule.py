@@ -84,11 +84,6 @@ def source_bytes(schedule: Schedule, device: int) -> dict[int, int]:
     }
 
 
-def is_cpu(name: str) -> bool:
-    """Whether a device name is that of a CPU device."""
-    return name == "cpu" or name.startswith("cpu:")
-
-
 def make_schedule(
     graph: OpGraph,
     device_of_op: Sequence[int],

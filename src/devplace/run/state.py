@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from devplace.device_kinds import is_host
 from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import Captured
 from devplace.graph.program import Binding
@@ -337,7 +338,7 @@ def _put_state(state: Any, slot: str, value: Any, parameter: Any) -> None:
 
 def _on_host_of(target: Any, value: Any) -> Any:
     """The value, brought to the host if its target is there: that can fail, writing then not."""
-    return value.cpu() if target.device.type == "cpu" else value
+    return value.cpu() if is_host(target.device.type) else value
 
 
 def _step_counter(optimizer: Any, group: dict[str, Any]) -> Any:
@@ -351,7 +352,7 @@ def _step_counter(optimizer: Any, group: dict[str, Any]) -> Any:
     scrap.grad = torch.zeros_like(scrap)
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     settings["differentiable"] = False  # no leaf can make such a step
-    settings["capturable"] = settings.get("capturable", False) and place.type != "cpu"
+    settings["capturable"] = settings.get("capturable", False) and not is_host(place.type)
     try:
         twin = type(optimizer)([{**settings, "params": [scrap]}])
         with torch.enable_grad(), torch.device("cpu"):  # whatever the user's default device is

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from devplace.device_kinds import is_host
 from devplace.graph import Captured
 from devplace.kernels import kernel_of
 from devplace.run.copies import as_traced
@@ -74,6 +75,6 @@ def _draw(target: Any, seed: int, args: Any, kwargs: dict[str, Any], device: Any
     if takes_generator(target):
         return target(*args, **kwargs, generator=torch.Generator(device).manual_seed(seed))
     default = torch.default_generator
-    if device.type == "cuda":
+    if not is_host(device.type):
         default = torch.cuda.default_generators[device.index]
     return call_with_default_generator(target, seed, args, kwargs, default)

@@ -65,7 +65,7 @@ class LowerBound:
 
     def gap(self, step_ns: int) -> float:
         """How far a step is above the bound: step / bound - 1."""
-        return step_ns / self.step_ns - 1 if self.step_ns else 0.0
+        return gap(step_ns, self.step_ns)
 
     def status(self, step_ns: int, fits: bool) -> Status:
         """What is known of a plan with this step time, under the costs of the problem.
@@ -74,9 +74,19 @@ class LowerBound:
         `feasible`: it fits; a faster one may exist. `infeasible`: it does not fit, and proved is
         that nothing does. `unknown`: it does not fit, and whether anything does is open.
         """
-        if fits:
-            return "optimal" if step_ns <= self.step_ns else "feasible"
-        return "infeasible" if self.is_infeasible else "unknown"
+        return status(step_ns, self.step_ns, fits, self.is_infeasible)
+
+
+def gap(value_ns: int, bound_ns: int) -> float:
+    """How far a value is above its bound: value / bound - 1; 0 where nothing is known."""
+    return value_ns / bound_ns - 1 if bound_ns else 0.0
+
+
+def status(value_ns: int, bound_ns: int, fits: bool, is_infeasible: bool) -> Status:
+    """As `LowerBound.status`, of any value and its bound."""
+    if fits:
+        return "optimal" if value_ns <= bound_ns else "feasible"
+    return "infeasible" if is_infeasible else "unknown"
 
 
 def lower_bound(problem: Problem) -> LowerBound:

@@ -117,7 +117,7 @@ class _RoughClock:
         self._problem, self._device, self._orders = problem, device.tolist(), orders
         self._bytes, self._maker = tasks.carrier_bytes.tolist(), tasks.carrier_maker.tolist()
         self._in_ptr, self._in = tasks.in_ptr.tolist(), tasks.in_carrier.tolist()
-        self._is_cpu = [device.kind == "cpu" for device in problem.machine.devices]
+        self._is_cpu = [device.traits.is_host for device in problem.machine.devices]
         crossing = [(carrier, e) for carrier, _, e, *_ in transfers.tolist()]
         need = _first_needs(problem, orders, set(crossing))
         self._targets: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from devplace.device_kinds import CPU, GPU, is_accelerator, kind_of, torch_types
 from devplace.errors import CaptureError
 from devplace.graph.captured import Captured
 from devplace.graph.fusion import fuse as fuse_graph
@@ -267,13 +268,15 @@ def _check_options(
 
 
 def _device_type(sources: Sources, leaves: list[Any], wanted: str | None) -> str:
-    if wanted not in (None, "cpu", "cuda"):
-        raise CaptureError(f"A step is captured for 'cpu' or 'cuda', got device={wanted!r}.")
-    known = [*sources.parameters.values(), *sources.buffers.values()]
-    known += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    kinds = [t.device.type for t in known if t.device.type != "meta"]
-    kind = wanted or ("cuda" if "cuda" in kinds else (kinds[0] if kinds else "cpu"))
-    if kind == "cuda" and not torch.cuda.is_available():
+    if wanted is not None and wanted not in torch_types():
+        known = " or ".join(map(repr, torch_types()))
+        raise CaptureError(f"A step is captured for {known}, got device={wanted!r}.")
+    tensors = [*sources.parameters.values(), *sources.buffers.values()]
+    tensors += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = [t.device.type for t in tensors if t.device.type != "meta"]
+    fast = [each for each in found if is_accelerator(each)]
+    kind = wanted or [*fast, *found, CPU.torch_type][0]
+    if kind == GPU.torch_type and not torch.cuda.is_available():
         raise CaptureError(
             "A step is captured for CUDA where torch finds a GPU, and it finds none here: capture "
             "it for the CPU (device='cpu'), which can be planned for GPUs as well."
@@ -312,7 +315,7 @@ def _batch_home(leaves: list[Any]) -> str:
     """Name of the GPU on which all of a batch lies; empty if it lies on the host."""
     places = {str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     home = places.pop() if len(places) == 1 else ""
-    return home if home.startswith("cuda") else ""
+    return home if is_accelerator(home) else ""
 
 
 def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.fx.GraphModule:
@@ -363,7 +366,7 @@ def _make_fusible(graph: torch.fx.Graph, step: TracedStep) -> None:
     if draw_by_counter(graph):
         step.inputs.append(Input("scalar", RANDOM_KEYS))
     split_convolution_gradients(graph)
-    if step.request.device_type == "cuda":
+    if kind_of(step.request.device_type).has_matrix_cores:
         pad_products(graph)
         lay_channels_last(graph, step.inputs)
         direct_cross_entropy(graph)

@@ -229,6 +229,7 @@ class _Builder:
             is_random=random,
             is_fusible=is_free,
             pays_alone=is_free and pays_alone(node),
+            is_recomputed=tag.is_recomputed,
         )
 
 

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from devplace.device_kinds import find_kind
 from devplace.graph.program import Layouts, layouts_of
 from devplace.step_capture.analysis import shares_memory, tensors_in
 
@@ -96,12 +97,13 @@ class KernelStrides:
             return None
         (device,) = devices
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if device.type == "cuda":
+        kind = find_kind(device.type)
+        if kind is None:
+            return None
+        if not kind.is_host:
             is_plain = all(t.is_contiguous() for t in both)
             if is_random or is_plain or not torch.cuda.is_initialized():
                 return None
-        elif device.type != "cpu":
-            return None
         real = self._run(func, args, kwargs, is_random)
         leaves, fakes = pytree.tree_leaves(real), pytree.tree_leaves(made)
         if [getattr(t, "shape", None) for t in leaves] != [

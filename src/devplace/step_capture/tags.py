@@ -35,7 +35,8 @@ class Tag(NamedTuple):
     """Origin of a node; `module` is `UNKNOWN` until it is taken from the node's inputs.
 
     Random ops have the position of their `draw` in the step; ops of one position draw the same.
-    `block` numbers calls of blocks that are computed again; -1: the node is in none.
+    `block` numbers calls of blocks that are computed again; -1: the node is in none. The copies
+    that do so, of blocks or of single ops, are `is_recomputed`.
     """
 
     stage: Stage
@@ -45,6 +46,7 @@ class Tag(NamedTuple):
     micro_batch: int = -1
     draw: int = -1
     block: int = -1
+    is_recomputed: bool = False
 
 
 @cache
@@ -227,3 +229,8 @@ def resolve_unknown(graph: torch.fx.Graph) -> None:
             known = [t for t in known if t.module != UNKNOWN and t.stage != "source"]
             near = known[-1] if known else Tag(base.stage, "")
             node.meta["tag"] = near._replace(stage=base.stage, draw=base.draw)
+
+
+def recomputed(tag: Tag) -> Tag:
+    """The tag of a copy that the backward pass computes."""
+    return tag._replace(stage="backward", is_recomputed=True)

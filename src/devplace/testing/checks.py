@@ -60,12 +60,14 @@ def _check_one(placer: Placer, problem: Problem, evaluations: int, seed: int, wh
     _demand(first == second, f"{who}: the same seed and budget gave another placement")
     _check_placement(problem, first, who)
     result = place(problem, placer, Budget(evaluations=evaluations), seed, allow_infeasible=True)
-    _demand(
-        bool(np.array_equal(result.placement.devices, first.devices)),
-        f"{who}: place() gave other devices than the placer",
-    )
-    step = simulate(problem, with_priority(problem, first)).makespan_ns
+    alone = simulate(problem, with_priority(problem, first))
+    step = alone.makespan_ns
     _demand(result.step_ns == step, f"{who}: reported {result.step_ns} ns, simulated {step} ns")
+    is_leaner = result.timeline.peak_bytes.max() < alone.peak_bytes.max()
+    _demand(
+        is_leaner or bool(np.array_equal(result.placement.devices, first.devices)),
+        f"{who}: place() gave other devices than the placer, and no less memory",
+    )
     bound = lower_bound(problem).step_ns
     _demand(
         not result.is_feasible or step >= bound,
@@ -76,7 +78,7 @@ def _check_one(placer: Placer, problem: Problem, evaluations: int, seed: int, wh
 def _run(placer: Placer, problem: Problem, evaluations: int, seed: int) -> tuple[Placement, int]:
     evaluate = Evaluator(problem, Budget(evaluations=evaluations))
     placement = placer(problem, evaluate, np.random.default_rng(seed))
-    return placement, evaluate.num_evaluations
+    return placement, evaluate.meter.num_evaluations
 
 
 def _check_placement(problem: Problem, placement: Placement, who: str) -> None:

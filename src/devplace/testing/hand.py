@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from devplace.cost import CostTable
+from devplace.device_kinds import CPU, GPU, is_host
 from devplace.errors import InputError
 from devplace.graph import Op, OpGraph, StepResult, Tensor
 from devplace.graph.graph import Role
@@ -84,7 +85,7 @@ def hand_machine(
     devices = tuple(
         Device(
             name=name,
-            kind="cpu" if name.startswith("cpu") else "gpu",
+            kind=(CPU if is_host(name) else GPU).name,
             memory_bytes=size,
             flops_per_s={"float32": speed.get(name, 1) * 10**9},
             bytes_per_s=speed.get(name, 1) * 10**9,

@@ -53,12 +53,12 @@ def verify_loads(problem: Problem, device: Sequence[int]) -> LoadVerdict:
     graph, machine, costs = problem.graph, problem.machine, problem.costs
     found = facts(graph)
     usable = [d for d in machine.devices if d.name not in problem.exclude]
-    only_cpus = all(d.kind == "cpu" for d in usable)
+    only_cpus = all(d.traits.is_host for d in usable)
     loads = []
     for at, place in enumerate(machine.devices):
         mine = [v for v in found.work if device[v] == at and not graph.ops[v].is_source]
         load = Fraction(sum(int(costs.compute_ns[v, at]) for v in mine), place.streams)
-        if place.kind != "cpu" or only_cpus:
+        if not place.traits.is_host or only_cpus:
             load = Fraction(ceil(load))
             for tensor, readers in found.readers.items():
                 home = device[found.owner[tensor]]

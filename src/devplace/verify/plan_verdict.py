@@ -61,7 +61,7 @@ def verify_plan(problem: Problem, plan: Plan) -> StepVerdict:
         broken.append(f"the plan predicts {plan.predicted.step_ns} ns, it takes {verdict.step_ns}")
     for place, peak in zip(problem.machine.devices, verdict.peak_bytes, strict=True):
         said = plan.predicted.peak_bytes.get(place.name)
-        has_gaps = problem.costs.has_gaps and place.kind == "gpu"
+        has_gaps = problem.costs.has_gaps and place.traits.fixed_addresses
         if said is None or said < peak or (said > peak and not has_gaps):
             broken.append(f"the plan predicts a peak of {said} bytes on {place.name}, it is {peak}")
     return StepVerdict(
@@ -210,7 +210,7 @@ def _held(
                 (device[v], size[tensor], begin, _until(device, found, seen, tensor, rounds))
             )
     for sent in seen.sent:
-        if problem.machine.devices[sent.dst].kind == "gpu":
+        if problem.machine.devices[sent.dst].traits.fixed_addresses:
             rows.append((sent.dst, size[sent.tensor], 0, rounds))
             continue
         readers = [v for v in found.readers[sent.tensor] if device[v] == sent.dst]

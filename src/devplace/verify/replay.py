@@ -152,7 +152,7 @@ class _Clock:
         where the batch lies, or the nearest CPU device."""
         graph, machine = self.problem.graph, self.problem.machine
         home = graph.meta.get(BATCH_ON, "")
-        cpus = [d for d, device in enumerate(machine.devices) if device.kind == "cpu"]
+        cpus = [d for d, device in enumerate(machine.devices) if device.traits.is_host]
         homes = [machine.device_index[home]] if home in machine.device_index else cpus
         total = 0
         for source, readers in self.facts.constants.items():
@@ -192,7 +192,7 @@ class _Clock:
     def _is_last(self, v: int, old: int) -> bool:
         """Whether nothing but `v` still needs the memory of a source's tensor."""
         d = self.device[v]
-        if self.problem.machine.devices[d].kind != "gpu" or old in self.facts.kept:
+        if not self.problem.machine.devices[d].traits.fixed_addresses or old in self.facts.kept:
             return False
         uses = 0
         for tensor, memory in self.facts.memory_of.items():

@@ -53,7 +53,7 @@ def move(model: nn.Module, inputs: Batch, device: torch.device) -> tuple[nn.Modu
     """
     if device.type == "meta":
         _to_meta(model)
-    elif device.type != "cpu":
+    else:
         try:
             model = model.to(device)
         except (AssertionError, RuntimeError) as error:

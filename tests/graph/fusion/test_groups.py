@@ -45,6 +45,7 @@ def graphs(draw: st.DrawFn) -> OpGraph:
             "micro_batch": draw(st.integers(-1, 1)) if is_cut else -1,
             "pays_alone": draw(st.booleans()),
         }
+        fields["is_recomputed"] = fields["stage"] == "backward" and draw(st.booleans())
         if kind == "view" and reads:
             made.view(f"o{k}", reads[0], **fields)
         elif kind == "fusible":
@@ -216,6 +217,27 @@ def test_a_late_copy_joins_its_reader() -> None:
     made.fusible("again", "mm", stage="backward")
     made.fusible("times", "again", "grad", stage="backward")
     assert names(made.graph()) == ["again times", "gelu scaled"]
+
+
+def test_a_block_that_is_computed_again_stays_out_of_the_forward_pass() -> None:
+    """Its first ops read what is there early, as those that they copy do; they belong to the copy's
+    product, and with that to the backward pass."""
+    made = Made()
+    made.source("x")
+    made.own("before", "x")
+    made.fusible("given", "before")
+    made.fusible("a", "given")
+    made.fusible("b", "a")
+    made.own("product", "b")
+    made.own("loss", "product")
+    made.own("gradient", "loss", stage="backward")
+    again = {"stage": "backward", "is_recomputed": True}
+    made.fusible("a2", "given", **again)
+    made.fusible("b2", "a2", **again)
+    made.own("p2", "b2", **again)
+    made.fusible("d", "gradient", "p2", stage="backward")
+    made.fusible("e", "d", stage="backward")
+    assert names(made.graph()) == ["a2 b2", "d e", "given a b"]
 
 
 def test_constants_are_made_in_every_group_that_reads_them() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from tests.strategies import random_problem, tiny_case
 
 from devplace.errors import InfeasibleError, InputError
 from devplace.placers import Budget, Evaluator, Exact, Result, Search, Single, place
+from devplace.placers.budget import Meter
 from devplace.placers.exact import exact
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
@@ -244,9 +244,9 @@ def test_time_for_building_is_a_part_of_what_is_left() -> None:
     for budget, ends in ((Budget(seconds=130.0), True), (Budget(evaluations=10), False)):
         evaluate = Evaluator(problem, budget)
         clock = [30.0]
-        timed = _FakeClock(evaluate, clock)
+        evaluate.meter = _HandSet(budget, clock)
         known = place(problem, Single(), allow_infeasible=True).placement
-        solve = exact._Solve(Exact(), problem, timed, known)
+        solve = exact._Solve(Exact(), problem, evaluate, known)
         late = solve._deadline(solve._space(10**6, 0))
         assert not late()
         clock[0] = 89.0
@@ -255,15 +255,13 @@ def test_time_for_building_is_a_part_of_what_is_left() -> None:
         assert late() is ends
 
 
-class _FakeClock:
-    """An evaluator whose clock is set by hand."""
+class _HandSet(Meter):
+    """A meter whose clock is set by hand."""
 
-    def __init__(self, evaluate: Evaluator, clock: list[float]) -> None:
-        self._evaluate, self._clock = evaluate, clock
+    def __init__(self, budget: Budget, clock: list[float]) -> None:
+        super().__init__(budget)
+        self._clock = clock
 
     @property
     def seconds(self) -> float:
         return self._clock[0]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._evaluate, name)

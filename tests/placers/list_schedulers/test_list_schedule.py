@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.strategies import random_problem
 
 from devplace.placers import Budget, Etf, Evaluator, Heft, MEtf, MSct, Placer
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.list_schedulers.earliest import EarliestFirst
 from devplace.placers.list_schedulers.list_schedule import ListSchedule, best_of, upward_rank
 from devplace.problem import Problem
@@ -22,7 +21,7 @@ SCHEDULERS = [placer() for placer in (Heft, Etf, MEtf, MSct)]
 
 def schedules(problem: Problem) -> list[ListSchedule]:
     """HEFT's and ETF's."""
-    rank = upward_rank(problem, accelerators(problem)).tolist()
+    rank = upward_rank(problem, problem.accelerators).tolist()
     built = [Heft().build(problem, contention) for contention in (False, True)]
     return [*built, EarliestFirst(problem, rank).build()]
 
@@ -39,9 +38,9 @@ def test_the_best_order_is_taken(seed: int, num_ops: int, devices: int) -> None:
         order = tried[2].order
         assert order is not None
         assert waiting_ops(problem, order) is None
-        before = evaluate.num_evaluations
+        before = evaluate.meter.num_evaluations
         found = evaluate(best_of([schedule], evaluate)).key
-        assert evaluate.num_evaluations == before + 4
+        assert evaluate.meter.num_evaluations == before + 4
         assert found == min(evaluate(placement).key for placement in tried)
         step = simulate(problem, tried[2]).makespan_ns
         assert evaluate(tried[2]).step_ns == step
@@ -59,7 +58,7 @@ def test_no_budget_makes_it_worse(placer: Placer, seed: int, num_ops: int, budge
     for most in (1, budget):
         evaluate = Evaluator(problem, Budget(evaluations=most))
         found = placer(problem, evaluate, np.random.default_rng(0))
-        assert evaluate.num_evaluations <= most
+        assert evaluate.meter.num_evaluations <= most
         keys.append(Evaluator(problem, Budget(evaluations=1))(found).key)
     assert keys[1] <= keys[0]
 

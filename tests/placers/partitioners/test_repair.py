@@ -30,7 +30,7 @@ def fix(problem: Problem, device: int = 0, evaluations: int = 100) -> tuple[Prob
     """Everything on one device, repaired."""
     evaluate = Evaluator(problem, Budget(evaluations=evaluations))
     found = repaired(problem, all_on(problem, device), evaluate)
-    assert evaluate.num_evaluations <= evaluations
+    assert evaluate.meter.num_evaluations <= evaluations
     assert not problem.violations(found)
     return problem, found.devices
 
@@ -50,7 +50,7 @@ def test_what_fits_is_left_alone() -> None:
     evaluate = Evaluator(problem, Budget(evaluations=100))
     start = all_on(problem, 0)
     assert repaired(problem, start, evaluate) is start
-    assert evaluate.num_evaluations == 1
+    assert evaluate.meter.num_evaluations == 1
 
 
 def test_the_piece_with_the_least_traffic_moves() -> None:

@@ -26,7 +26,7 @@ def test_scores_are_those_of_the_simulator() -> None:
     assert steps.count(28) == 1
     assert env.best_key == (0, 28)
     assert env.best_actions.tolist() == every[steps.index(28)].tolist() == [0, 1, 0]
-    assert env.evaluate.num_evaluations == 8
+    assert env.evaluate.meter.num_evaluations == 8
 
 
 def test_failures_are_told_by_their_bytes() -> None:
@@ -40,7 +40,7 @@ def test_failures_are_told_by_their_bytes() -> None:
     assert found.failed.all()
     assert none.best_key is not None
     assert none.best_key[0] == found.overflow_bytes.min()
-    assert none.evaluate.best is None
+    assert none.evaluate.history.best is None
     assert simulate(none.problem, none.best()).makespan_ns == none.best_key[1]
 
 
@@ -94,9 +94,9 @@ def test_measured_steps_take_the_place_of_simulated_ones() -> None:
     assert [s for s, o in zip(step, overflow, strict=True) if not o] == [
         1000 + k for k in (1, 2, 4, 5, 6, 7, 8)
     ]
-    assert evaluate.best is not None
-    assert problem.task_devices(evaluate.best).tolist() == [0, 0, 0]
-    assert evaluate.num_evaluations == 8
+    assert evaluate.history.best is not None
+    assert problem.task_devices(evaluate.history.best).tolist() == [0, 0, 0]
+    assert evaluate.meter.num_evaluations == 8
 
 
 def test_what_is_over_a_limit_is_not_run() -> None:
@@ -129,10 +129,10 @@ def test_an_evaluator_goes_on_where_another_stopped() -> None:
     first.batch(all_actions(3, 2).astype(np.int32))
     second = Evaluator(three_ops(), Budget(evaluations=20))
     second.load_state_dict(first.state_dict())
-    assert second.num_evaluations == 8
-    assert second.history == first.history
-    assert second.best is not None
-    assert first.best is not None
-    assert second.best.devices.tolist() == first.best.devices.tolist()
-    assert len(second.next_best(9)) == len(first.next_best(9))
-    assert second.seconds >= first.seconds - 1
+    assert second.meter.num_evaluations == 8
+    assert second.history.points == first.history.points
+    assert second.history.best is not None
+    assert first.history.best is not None
+    assert second.history.best.devices.tolist() == first.history.best.devices.tolist()
+    assert len(second.history.next_best(9)) == len(first.history.next_best(9))
+    assert second.meter.seconds >= first.meter.seconds - 1

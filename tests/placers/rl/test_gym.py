@@ -49,7 +49,7 @@ def test_an_episode_is_one_evaluation_of_its_placement(episode: str) -> None:
         step = int(evaluate.batch(actions[None].astype(np.int32))[0][0])
         assert info == {"step_ns": step, "overflow_bytes": 0, "is_feasible": True}
         assert reward == pytest.approx(-((step / 1e9) ** 0.5))
-        assert env.environment.evaluate.num_evaluations == number + 1
+        assert env.environment.evaluate.meter.num_evaluations == number + 1
     assert env.environment.best_key == (0, 28)
 
 
@@ -139,7 +139,7 @@ def test_a_whole_action_has_a_device_for_each_group(action: Any) -> None:
     env.reset()
     with pytest.raises(InputError, match=r"An action must be .*0 to 1, got"):
         env.step(action)
-    assert env.environment.evaluate.num_evaluations == 0
+    assert env.environment.evaluate.meter.num_evaluations == 0
 
 
 def test_an_environment_needs_something_to_place() -> None:

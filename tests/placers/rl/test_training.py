@@ -212,7 +212,7 @@ def test_without_any_budget_it_ends_too() -> None:
     evaluate = Evaluator(three_ops(), Budget())
     placer = PostPpo(training=TrainingOptions(most=60))
     placer(three_ops(), evaluate, np.random.default_rng(0))
-    assert evaluate.num_evaluations == 60
+    assert evaluate.meter.num_evaluations == 60
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_without_a_limit_it_ends() -> None:
     problem = layered(3)
     evaluate = Evaluator(problem, Budget())
     Climb(most=30)(problem, evaluate, np.random.default_rng(0))
-    assert evaluate.num_evaluations == 30
+    assert evaluate.meter.num_evaluations == 30
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

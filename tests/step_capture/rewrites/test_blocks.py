@@ -124,13 +124,15 @@ def test_only_what_blocks_read_and_give_is_kept() -> None:
     assert again <= 26 * one  # a sum beside each input
 
 
-def test_memory_falls_where_the_order_is_kept() -> None:
-    """In the order of the trace one device needs less than half as much."""
+@pytest.mark.parametrize("fuse", [False, True])
+def test_memory_falls_where_the_order_is_kept(fuse: bool) -> None:
+    """In the order of the trace one device needs less than half as much; the order of fused groups
+    is that of what they hold."""
     with torch.device("meta"):
         model, x = Chain(blocks=12, width=64), torch.empty(2048, 64)
     peaks = []
     for again in (False, True):
-        graph = capture(model, (x,), squared, sgd(model), recompute=again)
+        graph = capture(model, (x,), squared, sgd(model), recompute=again, fuse=fuse)
         machine = dp.load_machine("h100x1")
         problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine), exclude=["cpu:0"])
         gpu = machine.device_names.index("cuda:0")

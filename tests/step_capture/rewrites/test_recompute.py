@@ -256,7 +256,7 @@ def test_a_hand_made_graph() -> None:
     ]
     again = next(n for n in graph.nodes if n.name == "cast_1")
     assert again.args[0].name == "product"
-    assert again.meta["tag"] == Tag("backward", "m", 1, "f.py:1", 0)
+    assert again.meta["tag"] == Tag("backward", "m", 1, "f.py:1", 0, is_recomputed=True)
 
 
 def test_kernels_of_both_passes_need_no_copy() -> None:

@@ -125,11 +125,15 @@ def _kept_ops(graph: OpGraph, groups: Sequence[Group], found: Groups) -> list[in
 
 
 def _in_order(graph: OpGraph, groups: Sequence[Group], kept: Sequence[int]) -> list[Unit]:
-    """All units, each after those it reads; of those ready, the earliest of the trace first."""
+    """All units, each after those it reads; of those ready, the earliest of the trace first.
+
+    A group has the place of the last member that others read, which an update is not.
+    """
     units: list[Unit] = [*kept, *groups]
     inputs = [_inputs(graph, unit) for unit in units]
+    read = {graph.producer[t] for row in inputs for t in row}
     maker = {t: k for k, unit in enumerate(units) for t in _outputs(graph, unit)}
-    place = [unit if isinstance(unit, int) else unit.members[-1] for unit in units]
+    place = [unit if isinstance(unit, int) else _last(unit.members, read) for unit in units]
     missing = [len({maker[t] for t in row}) for row in inputs]
     users: list[set[int]] = [set() for _ in units]
     for k, row in enumerate(inputs):
@@ -147,6 +151,10 @@ def _in_order(graph: OpGraph, groups: Sequence[Group], kept: Sequence[int]) -> l
                 heapq.heappush(ready, (place[user], user))
     assert len(order) == len(units), "groups at equal depth make no cycle"
     return order
+
+
+def _last(members: Sequence[int], read: set[int]) -> int:
+    return max((index for index in members if index in read), default=members[-1])
 
 
 def _inputs(graph: OpGraph, unit: Unit) -> tuple[int, ...]:

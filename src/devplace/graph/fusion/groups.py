@@ -44,13 +44,14 @@ def find_groups(graph: OpGraph, part: Part | None = None) -> Groups:
 
     Any other labels that never fall along an edge and rise into every op with its own call serve as
     well, and the following rules use that. An op that waits for nothing (of the backward pass or
-    the update and reads no gradient, as what is computed again or decays; random numbers) gets the
-    depth of its first reader. So does a cast of a gradient that is summed over micro-batches, and
-    it belongs to the sum: what waits until then is the smaller one. An edge between ops of
-    different parts (updates of different modules, micro-batches, ops pinned to different devices)
-    raises the depth. A component that holds ops of different keys all the same, joined by ops
-    without one, is cut where the key changes; updates of two modules that are joined by the
-    gradient of both stay together. A component of more than
+    the update and reads no gradient, as what decays; random numbers) gets the depth of its first
+    reader. So does all that is computed again, ops with a call of their own too, so that it is not
+    made with the forward pass, and kept. So does a cast of a gradient that is summed over
+    micro-batches, and it belongs to the sum: what waits until then is the smaller one. An edge
+    between ops of different parts (updates of different modules, micro-batches, ops pinned to
+    different devices) raises the depth. A component that holds ops of different keys all the same,
+    joined by ops without one, is cut where the key changes; updates of two modules that are joined
+    by the gradient of both stay together. A component of more than
     `MAX_MEMBERS` ops is cut in topological order.
 
     Args:
@@ -181,9 +182,10 @@ class _Finder:
                 depth[index] = max(depth[index], latest)
 
     def _may_wait(self) -> list[bool]:
-        """Whether each op is fusible (or a view) and is of the backward pass or the update but
-        reads nothing of the backward pass, such as the decay of a moment, or reads nothing but what
-        is made anew or comes with the batch as scalars, or is a cast of what is summed."""
+        """Whether each op is computed again, or is fusible (or a view) and is of the backward pass
+        or the update but reads nothing of the backward pass, such as the decay of a moment, or
+        reads nothing but what is made anew or comes with the batch as scalars, or is a cast of what
+        is summed."""
         graph = self._graph
         in_backward = [False] * len(graph.ops)
         is_free = [False] * len(graph.ops)
@@ -191,7 +193,7 @@ class _Finder:
         for index, op in enumerate(graph.ops):
             makers = self._makers[index]
             in_backward[index] = any(in_backward[m] for m in makers) or (
-                op.stage == "backward" and not (op.is_fusible or op.is_view)
+                op.stage == "backward" and not (op.is_fusible or op.is_view or op.is_recomputed)
             )
             is_free[index] = op.role == "scalar" or (
                 (op.is_fusible or op.is_view)
@@ -199,7 +201,7 @@ class _Finder:
             )
             is_late = op.stage in ("backward", "update") and not in_backward[index]
             is_late |= is_free[index] or index in self._summands
-            found[index] = (op.is_fusible or op.is_view) and is_late
+            found[index] = op.is_recomputed or ((op.is_fusible or op.is_view) and is_late)
         return found
 
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -82,9 +82,9 @@ class Exact:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Search, then CP-SAT with what is left."""
-        with evaluate.limited_to(self.share):
+        with evaluate.meter.limited_to(self.share):
             found = Search(start=self.start, least_gain=0.0)(problem, evaluate, rng)
-        known = evaluate.best
+        known = evaluate.history.best
         if known is None:
             known = found
         if problem.core.tasks.is_source.all() or least_needs(problem).lack:
@@ -144,25 +144,27 @@ class _Solve:
 
     def _deadline(self, space: Space) -> Callable[[], bool]:
         """Whether building the model must end; refuses one that is too large from the start."""
-        evaluate, seconds = self._evaluate, self._evaluate.budget.seconds
-        began = evaluate.seconds
+        evaluate, seconds = self._evaluate, self._evaluate.meter.budget.seconds
+        began = evaluate.meter.seconds
         room = np.inf if seconds is None else BUILDING_PART * (seconds - began)
         count = num_constraints(self._problem, space.of_group, space.allowed)
         if count > MAX_CONSTRAINTS or count > CONSTRAINTS_PER_S * room:
             raise ModelSizeError(f"it would have about {count:,} constraints")
-        return lambda: evaluate.seconds - began > room
+        return lambda: evaluate.meter.seconds - began > room
 
     def _limit(self, solver: Any, seed: int) -> None:
         evaluate = self._evaluate
-        budget = evaluate.budget
+        budget = evaluate.meter.budget
         solver.parameters.random_seed = seed
-        if budget.seconds is None and budget.evaluations is None:
+        if not budget.is_limited:
             solver.parameters.max_time_in_seconds = 60.0
         if budget.seconds is not None:
-            solver.parameters.max_time_in_seconds = max(0.01, budget.seconds - evaluate.seconds)
+            solver.parameters.max_time_in_seconds = max(
+                0.01, budget.seconds - evaluate.meter.seconds
+            )
         solver.parameters.num_workers = 1 if budget.seconds is None else max(1, evaluate.threads)
         if budget.evaluations is not None:
-            left = budget.evaluations - evaluate.num_evaluations
+            left = budget.evaluations - evaluate.meter.num_evaluations
             solver.parameters.max_deterministic_time = left * DETERMINISTIC_PER_EVALUATION
 
     def _space(self, horizon: int, least: int) -> Space:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from devplace.placers.colocation_groups import I32, accelerators
+from devplace.placers.colocation_groups import I32
 from devplace.placers.list_schedulers.list_schedule import ListSchedule
 from devplace.problem import Problem
 
@@ -68,7 +68,7 @@ class EarliestFirst:
         self.priority = priority
         self.queues = Queues(self.schedule.num_devices)
         self.done = [False] * self.schedule.num_tasks
-        self._among = set(accelerators(problem))
+        self._among = set(problem.accelerators)
         self._missing = [0] * self.schedule.num_tasks
         self._offers = [0] * self.schedule.num_tasks
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.earliest import EarliestFirst
 from devplace.placers.list_schedulers.list_schedule import best_of, upward_rank
@@ -37,5 +36,5 @@ class Etf:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Build one schedule. O(N D log N)."""
-        rank = upward_rank(problem, accelerators(problem)).tolist()
+        rank = upward_rank(problem, problem.accelerators).tolist()
         return best_of([EarliestFirst(problem, rank).build()], evaluate)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import I32, accelerators, mean_duration_ns
+from devplace.placers.colocation_groups import I32, mean_duration_ns
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.extras import missing
 from devplace.placers.list_schedulers.coplace import coplaced
@@ -61,7 +61,7 @@ class MSct:
 def task_dag(problem: Problem) -> TaskDag:
     """Tasks with mean times, and between them mean transfer times; sources make no edges."""
     tasks = problem.core.tasks
-    devices = accelerators(problem)
+    devices = problem.accelerators
     carrier = np.repeat(np.arange(len(tasks.carrier_bytes)), np.diff(tasks.cons_ptr))
     src, dst = tasks.carrier_maker[carrier], tasks.cons.astype(np.int64)
     made = tasks.is_source[src] == 0

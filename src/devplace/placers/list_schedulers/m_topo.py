@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import I32, I64, accelerators, legal, op_devices
+from devplace.placers.colocation_groups import I32, I64, legal, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.coplace import coplaced
 from devplace.problem import Placement, Problem
@@ -62,7 +62,7 @@ def unit_bytes(problem: Problem, unit: I32) -> I64:
 
 def _fill(problem: Problem, unit: I32) -> I32:
     """Device of each unit. `[U]`"""
-    devices = accelerators(problem)
+    devices = problem.accelerators
     need = unit_bytes(problem, unit)
     share = int(need.sum()) // len(devices) + int(need.max(initial=0))
     room = [min(share, problem.limit_bytes[d]) for d in devices]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.errors import InputError
-from devplace.placers.colocation_groups import I32, accelerators, legal, op_devices
+from devplace.placers.colocation_groups import I32, legal, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.list_schedule import (
     ListSchedule,
@@ -88,7 +88,7 @@ class Mayer:
 def _hashed(problem: Problem) -> I32:
     """Device of each group by the name of its first op. `[G]`"""
     tasks = problem.core.tasks
-    devices = accelerators(problem)
+    devices = problem.accelerators
     time = problem.core.wires.duration_ns[:, devices].sum(axis=0).astype(float)
     speed = 1 / time if time.all() else np.ones(len(devices))
     upto = np.cumsum(speed) / speed.sum()
@@ -105,7 +105,7 @@ class _Partition:
     """Ops placed so far; a schedule without times keeps groups, memory and what is where."""
 
     def __init__(self, problem: Problem) -> None:
-        self._devices = accelerators(problem)
+        self._devices = problem.accelerators
         self._schedule = ListSchedule(problem, contention=False)
         self._transfer = mean_transfer_ns(problem, self._devices).tolist()
         self._tasks = problem.core.tasks

@@ -93,15 +93,15 @@ class Explorer:
 
     def _limited(self, schedule: CoolingSchedule, until: float) -> CoolingSchedule | None:
         """The schedule within what the budget leaves; None if that is nothing."""
-        budget = self._evaluate.budget
-        left = until - self._evaluate.fraction_spent
+        budget = self._evaluate.meter.budget
+        left = until - self._evaluate.meter.fraction_spent
         if left <= 0 or self._evaluate.is_over:
             return None
         seconds, most = schedule.seconds, schedule.most_evaluations
         if budget.seconds is not None:
             seconds = left * budget.seconds
         if budget.evaluations is not None:
-            most = int(until * budget.evaluations) - self._evaluate.num_evaluations
+            most = int(until * budget.evaluations) - self._evaluate.meter.num_evaluations
             most = min(schedule.most_evaluations, most // self._chains)
             if most < 2:
                 return None

@@ -61,7 +61,7 @@ def refine_placement(
     problem, evaluate = incumbent.problem, incumbent.evaluate
     tasks = problem.core.tasks
     stale = 0
-    while stale < 60 and evaluate.fraction_spent < until and not evaluate.is_over:
+    while stale < 60 and evaluate.meter.fraction_spent < until and not evaluate.is_over:
         best = incumbent.best
         device = best.groups[tasks.group]
         priority = best.priority
@@ -121,7 +121,7 @@ def improve_order(incumbent: Incumbent, rng: np.random.Generator, until: float, 
         base = evaluate.kernel.priority(device)
     static = evaluate.kernel.priority(device)
     stale = 0
-    while stale < 12 and evaluate.fraction_spent < until and not evaluate.is_over:
+    while stale < 12 and evaluate.meter.fraction_spent < until and not evaluate.is_over:
         best: BestPlacement = incumbent.best
         current = best.priority if best.priority is not None else base
         turn = current if best.in_turn else None

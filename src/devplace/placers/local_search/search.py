@@ -17,6 +17,7 @@ from devplace.placers.colocation_groups import mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement, Classes, Incumbent, make_classes
 from devplace.placers.local_search.explore import UNLIMITED, Explorer
+from devplace.placers.local_search.fewer_devices import names_of, with_fewer_devices
 from devplace.placers.local_search.refine import improve_order, refine_placement
 from devplace.placers.local_search.starts import Starts, nested
 from devplace.placers.turns import placed_in_turn
@@ -80,8 +81,8 @@ class Search:
         improves_order: Whether the order is improved beyond critical-path priorities.
         refines: Whether single ops on the critical path are moved at the end.
         start: A placement to start from, such as `plan.as_placement()`; the result is never worse.
-        least_gain: Part of the step on one device that several must save; else the plan on one is
-            taken, as predictions are no better than that. Not with a `start`.
+        least_gain: Part of the step that more devices must save; else a plan on fewer is taken, as
+            predictions are no better than that. Not with a `start`.
     """
 
     name: str = "search"
@@ -126,15 +127,16 @@ class Search:
             fast = nested(problem)
             everything = list(problem.usable_devices)
             devices = fast if starts[0].overflow_bytes == 0 else everything
-            levels = self._levels(problem, evaluate.budget)
+            levels = self._levels(problem, evaluate.meter.budget)
             self._explore(incumbent, starts, levels, devices, rng, patience)
         key, ordered = min(
             tried.ordered, key=lambda one: one[0], default=(incumbent.best.key, None)
         )
-        best = self._simpler(problem, evaluate, min(key, incumbent.best.key), tried.simplest)
-        best = best or incumbent.best
-        if ordered is not None and key < best.key:
+        best = incumbent.best
+        simpler = self._simpler(evaluate, min(key, best.key), best, tried.simplest)
+        if simpler is None and ordered is not None and key < best.key:
             return ordered
+        best = simpler or best
         if best.priority is None:
             return Placement(op_devices(problem, best.groups))
         device = best.groups[problem.core.tasks.group]
@@ -157,7 +159,7 @@ class Search:
         num_groups = incumbent.problem.core.tasks.num_groups
         chains, is_small = self._num_chains(evaluate, num_groups), num_groups <= self.coarse
         explorer = Explorer(incumbent.problem, evaluate, rng, chains)
-        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
+        limited = evaluate.meter.budget.is_limited
 
         def run(
             level: Classes,
@@ -176,23 +178,23 @@ class Search:
             incumbent.offer(found[0])
             return found
 
-        evaluate.runners_up.heading = "start"
+        evaluate.history.runners_up.heading = "start"
         starts = _distinct(starts)
         near = [start for start in starts[1:] if start.step_ns <= NEAR * starts[0].step_ns]
         begins = [starts[0]] * (chains - chains // 2) + near[: chains // 2]
-        left = 1 - evaluate.fraction_spent  # after the starts
+        left = 1 - evaluate.meter.fraction_spent  # after the starts
         found = run(levels[0], begins, devices, 1 - 0.6 * left, self._heat(levels[0]), 0.0)
         for k, level in enumerate(levels[1:]):
-            evaluate.runners_up.heading = f"level {k + 1}"
+            evaluate.history.runners_up.heading = f"level {k + 1}"
             until = 1 - (0.6 - 0.3 * (k + 1) / (len(levels) - 1)) * left
             found = run(
                 level, found[: max(2, chains // 4)], everything, until, self.temperature / 4, 0.1
             )
-        evaluate.runners_up.heading = "fine"
+        evaluate.history.runners_up.heading = "fine"
         stale = 0
         while not evaluate.is_over and stale != patience:
-            before, known = evaluate.num_evaluations, incumbent.best
-            spent = evaluate.fraction_spent
+            before, known = evaluate.meter.num_evaluations, incumbent.best
+            spent = evaluate.meter.fraction_spent
             if self.improves_order:
                 improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
             level = levels[int(rng.integers(len(levels)))]
@@ -212,7 +214,7 @@ class Search:
             if self.refines:
                 refine_placement(incumbent, rng, everything, min(1.0, until + 0.01), self.width)
             stale = stale + 1 if incumbent.best is known else 0
-            if not limited or evaluate.num_evaluations == before:
+            if not limited or evaluate.meter.num_evaluations == before:
                 break
 
     def _heat(self, level: Classes) -> float:
@@ -222,31 +224,46 @@ class Search:
     def _num_chains(self, evaluate: Evaluator, num_groups: int) -> int:
         """As many as have enough to spend; under a budget of time, when nobody counts on the same
         plan everywhere, one per thread."""
-        if evaluate.budget.evaluations is None:
+        if evaluate.meter.budget.evaluations is None:
             return max(self.width, min(MAX_CHAINS, evaluate.threads))
         enough = min(MIN_PER_CHAIN, MOVES_PER_GROUP * num_groups)
-        return max(1, min(self.width, evaluate.budget.evaluations // enough))
+        return max(1, min(self.width, evaluate.meter.budget.evaluations // enough))
 
     def _simpler(
         self,
-        problem: Problem,
         evaluate: Evaluator,
-        best: tuple[int, int],
-        simplest: BestPlacement | None,
+        key: tuple[int, int],
+        best: BestPlacement,
+        single: BestPlacement | None,
     ) -> BestPlacement | None:
-        """The plan on one device, if it fits and the best is not enough faster."""
-        if simplest is None or self.start is not None or simplest.overflow_bytes or best[0]:
+        """The plan on the fewest devices that is nearly as fast as the best, if there is one.
+
+        Args:
+            evaluate: The counted simulator.
+            key: Of the best plan.
+            best: The best plan without an order of its own.
+            single: The best plan on one device.
+        """
+        problem = evaluate.problem
+        found, count = best, len(np.unique(best.groups))
+        if self.least_gain <= 0 or self.start is not None or key[0] or count == 1:
             return None
-        gain = 1 - best[1] / max(1, simplest.step_ns)
-        if not 0 < gain < self.least_gain:
+        most_ns = max(key[1], math.ceil(key[1] / (1 - self.least_gain)) - 1)
+        if single is not None and (0, key[1]) <= single.key <= (0, most_ns):
+            found = single
+        elif best.key <= (0, most_ns):
+            found = with_fewer_devices(problem, evaluate, best, most_ns)
+        if len(np.unique(found.groups)) == count:
             return None
-        names = [problem.machine.device_names[d] for d in np.unique(simplest.groups)]
-        evaluate.notes.append(
-            f"several devices would save {gain:.1%} of the step predicted for {' and '.join(names)}"
-            f" alone, and predictions may be off by {self.least_gain:.0%}: the simpler plan is "
-            f"taken (Search(least_gain=0) takes the faster one)"
-        )
-        return simplest
+        gain = 1 - key[1] / max(1, found.step_ns)
+        if gain > 0:
+            evaluate.notes.append(
+                f"{count} devices would save {gain:.1%} of the step predicted for "
+                f"{names_of(problem, found.groups)} alone, and predictions may be off by "
+                f"{self.least_gain:.0%}: the simpler plan is taken (Search(least_gain=0) takes "
+                f"the faster one)"
+            )
+        return found
 
     def _starts(self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> Starts:
         """All trivial plans, tried."""
@@ -273,7 +290,7 @@ class Search:
             return None
         choices = [np.flatnonzero(row).tolist() for row in allowed]
         count = math.prod(len(options) for options in choices)
-        left = evaluate.budget.evaluations or count
+        left = evaluate.meter.budget.evaluations or count
         if count > min(most, left):
             return None
         every = np.array(list(itertools.product(*choices)), np.int32)
@@ -281,7 +298,7 @@ class Search:
             incumbent.try_all(every[first : first + 64])
             if evaluate.is_over:
                 return None
-        orders = min(tiny // count, (left - evaluate.num_evaluations) // (2 * count))
+        orders = min(tiny // count, (left - evaluate.meter.num_evaluations) // (2 * count))
         work = np.flatnonzero(tasks.is_source == 0)
         for order in _orders(work, orders, rng):
             priority = np.zeros(tasks.num_tasks, np.int64)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
-from devplace.placers.colocation_groups import accelerators, by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
@@ -68,7 +68,7 @@ class Starts:
     def keep(self, placement: Placement, heading: str = "") -> None:
         """Try a placement: in its own order, or in all usual ones if it has none."""
         problem, evaluate = self._problem, self._evaluate
-        evaluate.runners_up.heading = heading
+        evaluate.history.runners_up.heading = heading
         if placement.order is not None:
             self.ordered.append((evaluate(placement).key, placement))
             turn = problem.op_priority(turns_of(problem, placement))
@@ -98,7 +98,7 @@ class Starts:
         step, over = self._evaluate.batch(device[None, :], priority, in_turn)
         kept = BestPlacement(device[self._first], int(step[0]), int(over[0]), priority, in_turn)
         self.found.append(kept)
-        self.headings.append(self._evaluate.runners_up.heading)
+        self.headings.append(self._evaluate.history.runners_up.heading)
         return kept.overflow_bytes
 
     def single_devices(self) -> None:
@@ -115,7 +115,7 @@ class Starts:
             if evaluate.exhausted:
                 return
             self.keep(placement, heading)
-        for placer in _placers(problem, evaluate.budget):
+        for placer in _placers(problem, evaluate.meter.budget):
             if not evaluate.exhausted and not placer.supports(problem):
                 self.keep(placer(problem, evaluate, self._rng), placer.name)
 
@@ -128,7 +128,7 @@ def _splits(problem: Problem) -> Iterator[tuple[str, Placement]]:
     has_layers = not Layers().supports(problem)
     is_parted = not DataParallel().supports(problem)
     chosen = [sorted(best[:count]) for count in _counts(len(best))]
-    for devices in (*chosen, accelerators(problem)):
+    for devices in (*chosen, problem.accelerators):
         yield "even", even_split(problem, chain, devices)
         wish = np.array(devices, np.int32)[shares(weight, len(devices))]
         yield "topo", Placement(op_devices(problem, by_vote(problem, wish, weight)))
@@ -153,7 +153,7 @@ def _counts(most: int) -> Iterator[int]:
 def nested(problem: Problem) -> list[int]:
     """Accelerators, and CPUs that are no slower, the fastest first; of equally fast ones that with
     the fastest links to those before it."""
-    wires, fast = problem.core.wires, accelerators(problem)
+    wires, fast = problem.core.wires, problem.accelerators
     work = wires.duration_ns.sum(axis=0)
     left = [d for d in problem.usable_devices if d in fast or work[d] <= work[fast].max()]
     way = wires.transfer_ns.sum(axis=1)[wires.link_class] + wires.latency_ns

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from devplace.errors import InputError
-from devplace.placers.colocation_groups import I32, I64, accelerators, legal, op_devices
+from devplace.placers.colocation_groups import I32, I64, legal, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.extras import missing
 from devplace.placers.partitioners.group_graph import (
@@ -67,7 +67,7 @@ class MinCut:
     ) -> Placement:
         """Partition the graph once."""
         graph = group_graph(problem)
-        devices = _fastest(problem, accelerators(problem), graph.num_groups)
+        devices = _fastest(problem, problem.accelerators, graph.num_groups)
         parts = np.zeros(graph.num_groups, np.int32)
         if len(devices) > 1:
             work = scaled(mean_work(problem, devices), 1)

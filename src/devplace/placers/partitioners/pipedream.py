@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from devplace.placers.colocation_groups import (
     I32,
-    accelerators,
     by_vote,
     mean_duration_ns,
     op_devices,
@@ -54,7 +53,7 @@ class PipeDream:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Split once. O(M^2 D)."""
-        return pipeline_over(problem, accelerators(problem), self.most)
+        return pipeline_over(problem, problem.accelerators, self.most)
 
 
 def pipeline_over(problem: Problem, devices: list[int], most: int = 500) -> Placement:

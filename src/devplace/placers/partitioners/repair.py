@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from devplace.placers.colocation_groups import (
     I32,
     I64,
-    accelerators,
     legal,
     mean_duration_ns,
     op_devices,
@@ -209,7 +208,7 @@ class _Round:
 
     def _targets(self, source: int) -> tuple[list[int], list[int]]:
         """Where pieces may go: accelerators, and if none has room the rest."""
-        first = [d for d in accelerators(self.problem) if d != source]
+        first = [d for d in self.problem.accelerators if d != source]
         rest = [d for d in self.problem.usable_devices if d != source and d not in first]
         return first, rest
 

@@ -85,9 +85,7 @@ class Environment:
 
     def room(self, wanted: int) -> int:
         """How many of `wanted` placements the budget still allows; 0 when it is spent."""
-        most = self.evaluate.budget.evaluations
-        left = wanted if most is None else min(wanted, most - self.evaluate.num_evaluations)
-        left = 0 if self.evaluate.exhausted else left
+        left = 0 if self.evaluate.exhausted else self.evaluate.meter.left(wanted)
         self.is_cut |= left < wanted
         return left
 
@@ -101,8 +99,7 @@ class Environment:
         """
         if actions.ndim != 2 or actions.shape[1] != self.num_groups:
             raise ValueError(f"actions must be [B, {self.num_groups}], got {actions.shape}")
-        most = self.evaluate.budget.evaluations
-        if most is not None and len(actions) > most - self.evaluate.num_evaluations:
+        if self.evaluate.meter.left(len(actions)) < len(actions):
             raise ValueError("more placements than the budget allows: ask room() first")
         step, overflow = self.evaluate.batch(self.task_devices(actions))
         row = int(np.lexsort((step, overflow))[0])
@@ -122,7 +119,7 @@ class Environment:
 
     def best(self) -> Placement:
         """The best placement scored: one that fits if there was one, else the nearest to it."""
-        return self.evaluate.best or self.placement(self.best_actions)
+        return self.evaluate.history.best or self.placement(self.best_actions)
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints."""

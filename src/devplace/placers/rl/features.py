@@ -160,7 +160,7 @@ def device_features(problem: Problem) -> F32:
             (
                 total[k] / total.max() if total.max() else 1.0,
                 np.log10(max(1, problem.limit_bytes[device])),
-                float(problem.machine.devices[device].kind == "cpu"),
+                float(problem.machine.devices[device].traits.is_host),
                 np.log10(max(1.0, float(np.mean(rate)))) if rate else 0.0,
             )
         )

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.colocation_groups import accelerators, group_time_ns
+from devplace.placers.colocation_groups import group_time_ns
 from devplace.placers.partitioners.group_graph import GroupGraph, group_graph, mean_work
 from devplace.problem import Problem
 
@@ -189,7 +189,7 @@ def joined(problem: Problem, unit: I64, most: int) -> Grouping:
     if most < 1:
         raise ValueError("at least one group")
     unit = np.unique(unit, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    graph, work = group_graph(problem), mean_work(problem, accelerators(problem))
+    graph, work = group_graph(problem), mean_work(problem, problem.accelerators)
     limit = 1.5 * float(work.sum()) / most + 1
     while (count := int(unit.max(initial=0)) + 1) > most:
         load = np.bincount(unit, work, count).astype(np.float64)

@@ -157,7 +157,7 @@ class Hdp:
         )
         while not training.is_done:
             count = environment.room(self.grouper_samples * self.placer_samples)
-            spent = training.evaluate.num_evaluations
+            spent = training.evaluate.meter.num_evaluations
             noise = self.noise if spent < self.noise_samples else 0.0
             with torch.no_grad():
                 draws = policy.draw(count, self.placer_samples, noise, training.generator)

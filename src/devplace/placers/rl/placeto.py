@@ -160,7 +160,7 @@ class Placeto:
                 kept.returns = torch.cat([kept.returns, returns.T])[-self.baseline_episodes :]
 
             advantage = scaled((returns - baseline).numpy()).flatten().to(training.device)
-            left = max(0.0, 1 - environment.evaluate.num_evaluations / self.decay_evaluations)
+            left = max(0.0, 1 - environment.evaluate.meter.num_evaluations / self.decay_evaluations)
             rate = self.last_learning_rate + left * (self.learning_rate - self.last_learning_rate)
             turns = torch.arange(len(returns)).repeat_interleave(returns.shape[1])
             logits = policy(seen.states.flatten(0, 1), turns)

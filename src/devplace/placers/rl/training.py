@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from devplace.device_kinds import torch_types
 from devplace.errors import CheckpointError, InputError
 from devplace.files import read_whole, write_whole
 from devplace.graph.serialize import fingerprint as graph_fingerprint
@@ -157,14 +158,14 @@ class Training:
     def is_done(self) -> bool:
         """Whether the budget is spent, or nothing better has come for `options.stall` evaluations,
         or `options.most` evaluations were made without any limit."""
-        evaluate, budget = self.evaluate, self.evaluate.budget
+        evaluate, made = self.evaluate, self.evaluate.meter.num_evaluations
         if evaluate.exhausted:
             return True
-        if budget.seconds is None and budget.evaluations is None:
-            return evaluate.num_evaluations >= self.options.most
+        if not evaluate.meter.budget.is_limited:
+            return made >= self.options.most
         stall = self.options.stall
-        last = evaluate.history[-1][0] if evaluate.history else 0
-        return stall is not None and evaluate.num_evaluations - last >= stall
+        last = evaluate.history.points[-1][0] if evaluate.history.points else 0
+        return stall is not None and made - last >= stall
 
     def log(self, outcome: Outcome, **metrics: float | None) -> None:
         """Write a row of the curves, and a checkpoint when it is time.
@@ -180,7 +181,7 @@ class Training:
             metrics: Such as entropy, kl, baseline, loss; the same names in each call.
         """
         self._updates += 1
-        now, most = self.evaluate.num_evaluations, self.evaluate.budget.evaluations
+        now, most = self.evaluate.meter.num_evaluations, self.evaluate.meter.budget.evaluations
         is_next_cut = most is not None and most - now < now - self._logged_at
         self._logged_at = now
         if self._curves is None:
@@ -198,8 +199,8 @@ class Training:
         best = self.environment.best_key
         fits = outcome.step_ns[~outcome.failed]
         return {
-            "evaluations": self.evaluate.num_evaluations,
-            "seconds": round(self.evaluate.seconds, 3),
+            "evaluations": self.evaluate.meter.num_evaluations,
+            "seconds": round(self.evaluate.meter.seconds, 3),
             "best_ns": None if best is None or best[0] else best[1],
             "mean_ns": round(float(fits.mean())) if len(fits) else None,
             "failure_rate": float(outcome.failed.mean()),
@@ -214,7 +215,7 @@ class Training:
         """
         if self._curves is None or self.environment.is_cut:
             return
-        self._saved_at = self.evaluate.num_evaluations
+        self._saved_at = self.evaluate.meter.num_evaluations
         state = {
             "run": self._id,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
@@ -237,8 +238,8 @@ class Training:
     def _end_curves(self, error: OSError) -> None:
         """Write nothing any more."""
         self.evaluate.notes.append(
-            f"curves and checkpoints end at evaluation {self.evaluate.num_evaluations}: cannot "
-            f"write to {self.folder}: {error.strerror}"
+            f"curves and checkpoints end at evaluation {self.evaluate.meter.num_evaluations}: "
+            f"cannot write to {self.folder}: {error.strerror}"
         )
         if self._curves is not None:
             self._curves.close()
@@ -271,7 +272,7 @@ class Training:
                 f"({type(error).__name__}: {why[:120]}). To start anew, leave out resume or delete "
                 f"the file."
             ) from error
-        self._saved_at = self._logged_at = self.evaluate.num_evaluations
+        self._saved_at = self._logged_at = self.evaluate.meter.num_evaluations
         self.is_resumed = True
         return rows
 
@@ -328,7 +329,7 @@ def _seal(data: bytes) -> bytes:
 def _device(wanted: str) -> torch.device:
     try:
         device = torch.device(wanted)
-        if device.type not in ("cpu", "cuda"):
+        if device.type not in torch_types():
             raise NotImplementedError(f"networks do not run on {device.type} devices")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # an unusable CUDA is either

@@ -56,7 +56,7 @@ class Climb:
         now = np.where(allowed, rng.random(allowed.shape), -1.0).argmax(axis=1)
         cost = HardLimit(environment.limit_bytes) if self.memory == "hard" else self._cost
         found = environment(now[None])
-        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
+        limited = evaluate.meter.budget.is_limited
         for _ in range(10**9 if limited else self.most - 1):
             if not (len(movable) and environment.room(1)):
                 break

@@ -41,7 +41,7 @@ class Random:
     ) -> Placement:
         """Draw a usable device for every group."""
         environment = Environment(evaluate, at_most(problem, self.groups))
-        limited = evaluate.budget.seconds is not None or evaluate.budget.evaluations is not None
+        limited = evaluate.meter.budget.is_limited
         for _ in range(10**9 if limited else self.most // self.batch):
             count = environment.room(self.batch)
             if not count:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import accelerators, legal, op_devices
+from devplace.placers.colocation_groups import legal, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.problem import Placement, Problem
 
@@ -35,7 +35,7 @@ class DataParallel:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Place by micro-batch."""
-        return data_parallel(problem, accelerators(problem))
+        return data_parallel(problem, problem.accelerators)
 
 
 def data_parallel(problem: Problem, devices: list[int]) -> Placement:

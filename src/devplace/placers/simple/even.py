@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.colocation_groups import accelerators, by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
@@ -62,7 +62,7 @@ class Even:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Split over all accelerators."""
-        return even_split(problem, module_chain(problem), accelerators(problem))
+        return even_split(problem, module_chain(problem), problem.accelerators)
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,6 @@ class Topo:
     ) -> Placement:
         """Split over all accelerators."""
         weight = mean_duration_ns(problem)
-        devices = accelerators(problem)
+        devices = problem.accelerators
         wish = np.array(devices, np.int32)[shares(weight, len(devices))]
         return Placement(op_devices(problem, by_vote(problem, wish, weight)))

@@ -11,7 +11,6 @@ import numpy as np
 
 from devplace.placers.colocation_groups import (
     I32,
-    accelerators,
     by_vote,
     mean_duration_ns,
     op_devices,
@@ -112,7 +111,7 @@ class Expert:
         """Place by the rule."""
         rule = rule_of(problem)
         assert rule is not None, "place() asks supports() first"
-        chain, devices = module_chain(problem), accelerators(problem)
+        chain, devices = module_chain(problem), problem.accelerators
         if rule.kind == "whole":
             return _whole(problem, chain, devices, evaluate)
         wish = np.array(devices, np.int32)[_places(problem, chain, rule)[chain.of_task]]
@@ -151,7 +150,7 @@ def _numbered(chain: ModuleChain, rule: Rule) -> dict[int, tuple[str, int]]:
 
 def _places(problem: Problem, chain: ModuleChain, rule: Rule) -> I32:
     """Index of the accelerator of each module. `[M]`"""
-    numbered, count = _numbered(chain, rule), len(accelerators(problem))
+    numbered, count = _numbered(chain, rule), len(problem.accelerators)
     layers: dict[str, int] = {}
     for stack, number in numbered.values():
         layers[stack] = max(layers.get(stack, 0), number + 1)

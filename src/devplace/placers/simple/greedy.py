@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
@@ -37,7 +36,7 @@ class Greedy:
     ) -> Placement:
         """Fill accelerators first, then the rest."""
         chain = module_chain(problem)
-        devices = accelerators(problem)
+        devices = problem.accelerators
         devices += [d for d in problem.usable_devices if d not in devices]
         best: tuple[tuple[int, int], Placement] | None = None
         for part in self.fill:

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.colocation_groups import accelerators
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
@@ -36,7 +35,7 @@ class Layers:
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator
     ) -> Placement:
         """Split over all accelerators."""
-        return layers_over(problem, module_chain(problem), accelerators(problem))
+        return layers_over(problem, module_chain(problem), problem.accelerators)
 
 
 def layers_over(problem: Problem, chain: ModuleChain, devices: list[int]) -> Placement:

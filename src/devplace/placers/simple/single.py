@@ -60,4 +60,4 @@ class Cpu:
 
 def _cpus(problem: Problem) -> list[int]:
     devices = problem.machine.devices
-    return [d for d in problem.usable_devices if devices[d].kind == "cpu"]
+    return [d for d in problem.usable_devices if devices[d].traits.is_host]

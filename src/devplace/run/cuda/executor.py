@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from devplace.cost.streams import make_work_buffers
+from devplace.device_kinds import is_host
 from devplace.errors import (
     DeviceLostError,
     DeviceMemoryError,
@@ -43,7 +44,7 @@ from devplace.run.cuda.routes import Route, check_cpu_ops, find_routes, has_cpu_
 from devplace.run.cuda.timestamps import Clock, collect, make_clocks, offset_ns
 from devplace.run.linear import linear_order
 from devplace.run.ranks.processes import Processes
-from devplace.run.schedule import Schedule, is_cpu, source_bytes, stored_sources
+from devplace.run.schedule import Schedule, source_bytes, stored_sources
 from devplace.run.seeds import RandomKeys
 from devplace.run.write_back import write_backs
 
@@ -112,7 +113,7 @@ class CudaExecutor:
         active = [index for index, some in enumerate(schedule.instructions) if some]
         _check_devices([schedule.device_names[index] for index in active])
         check_cpu_ops(schedule, has_cpu_form)
-        hosts = [index for index in active if is_cpu(schedule.device_names[index])]
+        hosts = [index for index in active if is_host(schedule.device_names[index])]
         self._hosts = {
             index: HostDevice(index, frozenset(schedule.graph.replaced)) for index in hosts
         }
@@ -498,7 +499,7 @@ class CudaExecutor:
 def _check_devices(names: list[str]) -> None:
     for name in names:
         kind, _, index = name.partition(":")
-        if is_cpu(name):
+        if is_host(name):
             continue
         if kind != "cuda" or not index.isdigit():
             raise InputError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from devplace.device_kinds import is_host
 from devplace.errors import PlanError
-from devplace.run.schedule import Schedule, is_cpu
+from devplace.run.schedule import Schedule
 
 Route = Literal["peer", "staged", "up", "down", "inside"]
 
@@ -30,9 +31,9 @@ def find_routes(
     routes: list[Route] = []
     for _, src, dst, _ in schedule.transfers:
         sender, receiver = schedule.device_names[src], schedule.device_names[dst]
-        if is_cpu(sender):
-            routes.append("inside" if is_cpu(receiver) else "down")
-        elif is_cpu(receiver):
+        if is_host(sender):
+            routes.append("inside" if is_host(receiver) else "down")
+        elif is_host(receiver):
             routes.append("up")
         elif (sender, receiver) in staged_pairs or not has_peer_access(sender, receiver):
             routes.append("staged")
@@ -53,7 +54,7 @@ def check_cpu_ops(schedule: Schedule, runs_on_cpu: Callable[[Any], bool]) -> Non
     """
     random = set(schedule.graph.program.random_ops)
     for device, instructions in enumerate(schedule.instructions):
-        if not is_cpu(schedule.device_names[device]):
+        if not is_host(schedule.device_names[device]):
             continue
         for kind, node, _ in instructions:
             if kind != "call":

@@ -58,7 +58,7 @@ def cached_probe(machine: Machine) -> ProbeReport:
 
 def probe_key(machine: Machine) -> dict[str, str]:
     """What a probe of this machine is true of: devices, driver and versions."""
-    gpus = [device for device in machine.devices if device.kind == "gpu"]
+    gpus = [device for device in machine.devices if device.traits.has_graphs]
     key = {"devplace": __version__, "torch": str(torch.__version__)}
     if not gpus:
         model = machine.devices[0].model
@@ -77,7 +77,7 @@ def _driver_version() -> str:
 
 
 def _bench(machine: Machine) -> Bench:
-    gpus: Sequence[str] = [device.name for device in machine.devices if device.kind == "gpu"]
+    gpus: Sequence[str] = [device.name for device in machine.devices if device.traits.has_graphs]
     if not gpus:
         return CpuBench(machine.device_names)
     from devplace.run.cuda.probe import CudaBench

@@ -79,7 +79,7 @@ def machine_from_probe(detected: Machine, report: ProbeReport) -> Machine:
 
 def _is_gpu(machine: Machine, pair: PairReport) -> bool:
     ends = {pair.src, pair.dst}
-    return any(device.name in ends and device.kind == "gpu" for device in machine.devices)
+    return any(device.name in ends and device.traits.has_graphs for device in machine.devices)
 
 
 def _link(

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from devplace.device_kinds import is_accelerator
 from devplace.files import decode_json
 
 FORM = 1
@@ -116,7 +117,8 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
         did."""
         for pair in self.pairs:
             for way, times in pair.hop_ns.items():
-                if times and times[0] > MAX_SMALL_HOP_NS and "cuda" in f"{pair.src} {pair.dst}":
+                fast = is_accelerator(pair.src) or is_accelerator(pair.dst)
+                if fast and times and times[0] > MAX_SMALL_HOP_NS:
                     return (
                         f"A hop of {pair.sizes[0]} bytes from {pair.src} to {pair.dst} took "
                         f"{times[0] / 1e6:.1f} ms by {way}, more than {MAX_SMALL_HOP_NS // 10**6} "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from devplace.device_kinds import is_host
 from devplace.errors import InputError
 from devplace.run.copies import clone_tensor
 from devplace.run.linear import crosses, meeting_order
@@ -18,7 +19,7 @@ from devplace.run.ranks.group import Group
 from devplace.run.ranks.messages import message_bytes, pack, unpack
 from devplace.run.ranks.split import part_of
 from devplace.run.ranks.turns import Turns
-from devplace.run.schedule import PlannedTransfer, Schedule, is_cpu
+from devplace.run.schedule import PlannedTransfer, Schedule
 
 
 class Processes:
@@ -277,7 +278,7 @@ def _with_own_gpus(part: Schedule) -> Schedule:
         return part
     name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
     names = (
-        name if some and not is_cpu(old) else old
+        name if some and not is_host(old) else old
         for old, some in zip(part.device_names, part.instructions, strict=True)
     )
     return replace(part, device_names=tuple(names))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from devplace.device_kinds import is_host
 from devplace.errors import InputError, did_you_mean
-from devplace.run.schedule import Schedule, is_cpu
+from devplace.run.schedule import Schedule
 
 
 def split_devices(
@@ -31,7 +32,7 @@ def split_devices(
     """
     if given is not None:
         return _as_given(names, num_ranks, given)
-    own = [name for name in names if not is_cpu(name)] or list(names)
+    own = [name for name in names if not is_host(name)] or list(names)
     if len(own) < num_ranks:
         raise InputError(
             f"Every process drives a device: there are {num_ranks} processes and {len(own)} "

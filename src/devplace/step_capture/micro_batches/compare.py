@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from devplace.device_kinds import is_host
 from devplace.step_capture.analysis import results
 from devplace.step_capture.micro_batches.double_precision import (
     NotEvaluatedError,
@@ -71,7 +72,7 @@ def numbers(step: TracedStep, values: ExampleValues) -> Numbers:
     if reason:
         raise NotEvaluatedError(reason)
     made, is_exact = evaluate(gm, values.of(step), values.device)
-    if values.device.type == "cuda":
+    if not is_host(values.device.type):
         made = [tensor.cpu() for tensor in made]
         torch.cuda.empty_cache()
     names = [out.name for out in step.outputs if out.role in ("loss", "output")]
@@ -121,7 +122,7 @@ class ExampleValues:
         tensors = [tensor for tensor in known if tensor is not None]
         self.is_made_up = any(tensor.is_meta for tensor in tensors)
         self.device = torch.device("cpu")
-        if request.device_type == "cuda" and torch.cuda.is_available() and not self.is_made_up:
+        if not (is_host(request.device_type) or self.is_made_up) and torch.cuda.is_available():
             gpus = (tensor.device for tensor in tensors if tensor.is_cuda)
             self.device = next(gpus, torch.device("cuda", torch.cuda.current_device()))
         rows = zip(request.batch.leaves, request.batch.dims, strict=True)

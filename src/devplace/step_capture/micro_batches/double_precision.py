@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.utils._pytree as pytree
 
+from devplace.device_kinds import is_host
 from devplace.step_capture.analysis import (
     count_flops,
     is_fusible,
@@ -26,8 +27,8 @@ from devplace.step_capture.micro_batches.attention import attention
 
 Node: TypeAlias = torch.fx.Node
 aten = torch.ops.aten
-MAX_FLOPS = {"cpu": 1e11, "cuda": 2e13}
-"""Some seconds on two cores of a server, and on a GPU without fast double precision."""
+MAX_FLOPS, MAX_HOST_FLOPS = 2e13, 1e11
+"""Some seconds on a GPU without fast double precision, and on two cores of a server."""
 FAST_DOUBLE = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 """Compute capabilities of GPUs with fast double precision: P100, V100, A100, H100, B200."""
 MAX_FLOPS_FAST = 2e14
@@ -130,7 +131,7 @@ class _Run:
             return fixed
         args, kwargs = _without_dropout(node, args, dict(kwargs))
         target: Any = node.target
-        if self._device.type == "cuda":
+        if not is_host(self._device.type):
             check_indices(node, args)
         try:
             made = target(*args, **kwargs)
@@ -276,8 +277,8 @@ def _check_range(node: Node, indices: Sequence[tuple[torch.Tensor, int]]) -> Non
 def why_too_large(gm: torch.fx.GraphModule, device: torch.device, is_made_up: bool) -> str:
     """Why a graph is not to be computed: time or memory; empty if it is."""
     flops = sum(count_flops(n) for n in gm.graph.nodes if n.op == "call_function")
-    most = MAX_FLOPS[device.type]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_DOUBLE:
+    most = MAX_HOST_FLOPS if is_host(device.type) else MAX_FLOPS
+    if not is_host(device.type) and torch.cuda.get_device_capability(device) in FAST_DOUBLE:
         most = MAX_FLOPS_FAST
     if flops > most:
         return f"a step takes {flops:.1e} floating-point operations, limit {most:.0e}"
@@ -316,4 +317,4 @@ def _wide_bytes(tensor: torch.Tensor) -> int:
 
 def _free_bytes(device: torch.device) -> int:
     """What may be used: half of what is free on a GPU."""
-    return int(torch.cuda.mem_get_info(device)[0]) // 2 if device.type == "cuda" else MAX_BYTES
+    return MAX_BYTES if is_host(device.type) else int(torch.cuda.mem_get_info(device)[0]) // 2

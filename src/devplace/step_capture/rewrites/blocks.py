@@ -18,6 +18,7 @@ from devplace.errors import CaptureError, did_you_mean
 from devplace.step_capture.cleanup import remove_dead
 from devplace.step_capture.rewrites.min_cut import is_late
 from devplace.step_capture.rewrites.readers import Readers
+from devplace.step_capture.tags import recomputed
 
 Node: TypeAlias = torch.fx.Node
 
@@ -77,8 +78,8 @@ def recompute_blocks(graph: torch.fx.Graph) -> None:
     """Let the backward pass read copies of what the forward pass computes in tagged blocks.
 
     What the forward pass reads of a block elsewhere, its outputs, is kept. Copies of a call of a
-    block stand before the first op that reads one, in stage `backward`; the rest of their tags, and
-    so what random ops draw, is that of the originals.
+    block stand before the first op that reads one; their tags, and so what random ops draw, are
+    those of the originals but for `recomputed`.
 
     Args:
         graph: A captured step, functional and clean, with `val` and `tag` of every node.
@@ -127,7 +128,7 @@ def _copy(graph: torch.fx.Graph, readers: Readers, call: Sequence[Node]) -> None
     with graph.inserting_before(min(user for user, _ in given)):
         for node in sorted(needed):
             copy = graph.node_copy(node, lambda each: copies.get(each, each))
-            copy.meta["tag"] = node.meta["tag"]._replace(stage="backward")
+            copy.meta["tag"] = recomputed(node.meta["tag"])
             copies[node] = copy
     for user, node in given:
         user.replace_input_with(node, copies[node])

@@ -9,6 +9,7 @@ import torch
 
 from devplace.step_capture.cleanup import remove_dead
 from devplace.step_capture.rewrites.readers import Readers
+from devplace.step_capture.tags import recomputed
 
 Node: TypeAlias = torch.fx.Node
 
@@ -62,7 +63,7 @@ class Copies:
         for node in sorted(self._needed(given, key[0]) - made.keys()):
             with self._graph.inserting_before(reader):
                 copy = self._graph.node_copy(node, lambda arg: made.get(arg, arg))
-            copy.meta["tag"] = node.meta["tag"]._replace(stage="backward")
+            copy.meta["tag"] = recomputed(node.meta["tag"])
             made[node] = copy
         for node in given:
             reader.replace_input_with(node, made[node])
