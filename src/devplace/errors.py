@@ -15,6 +15,18 @@ class InputError(DevplaceError):
     """Something the user gave is wrong: a file, a name, a number, an option."""
 
 
+class ShapeError(InputError):
+    """A batch has a shape that the step was not captured with.
+
+    Attributes:
+        culprit: What has which shape.
+    """
+
+    def __init__(self, message: str, culprit: str = "") -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
 class CaptureError(InputError):
     """The step cannot be captured as one graph; the message names module and source line."""
 

@@ -74,6 +74,9 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["machines", "k40x99"], 2, ["k40"]),
     (["plan", "mlp.py:build", "--pins-from", "no.json"], 2, ["device map no.json", "No such file"]),
     (["plan", "mlp.py:build", "--pins-from", "mlp.py"], 2, ["mlp.py holds no device map"]),
+    (["plan", "mlp.py:build", "--pins-from", "twice.json"], 2, ["twice.json names '0' twice"]),
+    (["plan", "mlp.py:build", "--recompute"], 2, ["repeats nothing. Leave --recompute out"]),
+    (["plan", "mlp.py:build", "--optimizer", "adam:amsgrad='yes'"], 2, ["True or False"]),
     (["machines", "bad.toml"], 2, ["bad.toml:6"]),
     (["machines", "cyclic.toml"], 2, ["cyclic.toml"]),
 ]
@@ -104,6 +107,7 @@ def bad_files(folder: Path) -> Path:
     (folder / "deep.json").write_text('{"request": {"x": ' + "[" * 100_000)
     (folder / "deep.toml").write_text("x = " + "[" * 4000)
     (folder / "digits.toml").write_text("x = " + "9" * 5000)
+    (folder / "twice.json").write_text('{"0": "cpu:0", "2": "cpu:1", "0": "cpu:1"}')
     (folder / "not-utf8.toml").write_bytes(b'name = "\xff"')
     (folder / "streams.toml").write_text(
         '[[devices]]\nname = "cpu:0"\nmemory = "1GB"\nbandwidth = "1 GB/s"\n'

@@ -38,6 +38,8 @@ def test_options_are_plain_values_with_names(text: str, name: str, options: Any)
         ("sgd:**{'lr':1}", "must look like"),
         ("sgd:lr=1)+_(lr=2", "must look like"),
         ("sgd:lr=" + "(" * 500, "must look like"),
+        ("sgd:lr=1e999", "lr must be finite, got inf"),
+        ("adam:betas=(0.9,-1e999)", "betas must be finite"),
     ],
 )
 def test_other_texts_are_refused(text: str, words: str) -> None:
@@ -56,6 +58,28 @@ def test_torch_makes_it_or_says_why_not() -> None:
         words = rf"torch\.optim\.Adam does not take.*{re.escape(text)}"
         with pytest.raises(InputError, match=words):
             make_optimizer(text, weight)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("adam:amsgrad='yes'", "amsgrad must be True or False, got 'yes'. torch's own value is F"),
+        ("sgd:nesterov=1", "nesterov must be True or False, got 1"),
+        ("sgd:lr=True", "lr must be a number, got True"),
+        ("adam:foreach='no'", "foreach must be no text, got 'no'"),
+    ],
+)
+def test_options_of_another_kind_are_refused(text: str, words: str) -> None:
+    """torch itself would take any text for true, and True for 1."""
+    with pytest.raises(InputError, match=re.escape(words)):
+        make_optimizer(text, [torch.nn.Parameter(torch.ones(2))])
+
+
+def test_an_option_that_is_a_text_may_be_one() -> None:
+    """Muon has one."""
+    weight = [torch.nn.Parameter(torch.ones(2, 2))]
+    made = make_optimizer("muon:adjust_lr_fn='match_rms_adamw'", weight)
+    assert made.defaults["adjust_lr_fn"] == "match_rms_adamw"
 
 
 def test_all_that_capture_takes_can_be_named() -> None:

@@ -22,7 +22,7 @@ class FakeGpu(CudaDevice):
         self.index = 0
         self.torch_device = torch.device("cpu")
         self.buffers = {}
-        self._pieces = Packing(source_bytes)
+        self._source_bytes = source_bytes
         self._memory: Any = None
 
     @contextmanager

@@ -98,7 +98,7 @@ def test_numbers_are_the_same_on_any_number_of_devices(num_devices: int) -> None
         with compiled(model, None, num_devices, seed) as infer:
             for step in (1, 2, 3):
                 outputs.append(infer(*BATCH))
-                assert torch.equal(outputs[-1], unplaced(infer._graph, model, seed, step))
+                assert torch.equal(outputs[-1], unplaced(infer.first.graph, model, seed, step))
     masks = {tuple((output == 0).flatten().tolist()) for output in outputs}
     assert len(masks) == 6
 

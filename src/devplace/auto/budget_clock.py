@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from devplace.placers import Budget
 
@@ -48,12 +48,22 @@ class BudgetClock:
         """Part of the budget that is spent."""
         return 1 - self.left_s / self.seconds
 
+    def shared_with(self, num_shapes: int) -> BudgetClock:
+        """That of a step's first shape beside further ones, each of which gets half as much."""
+        return replace(self, seconds=self.seconds * 2 / (2 + num_shapes))
+
     def search_budget(self, num_searches: int, confirms: bool) -> Budget:
         """What each of the remaining searches may spend."""
         if self.evaluations is not None:
             return Budget(evaluations=self.evaluations)
         share = SEARCH_SHARE if confirms else 0.9
         return Budget(seconds=max(SHORTEST_SEARCH_S, share * self.left_s / num_searches))
+
+    def late_budget(self) -> Budget:
+        """What the search for a shape that is met in training may spend: a tenth of the seconds."""
+        if self.evaluations is not None:
+            return Budget(evaluations=self.evaluations)
+        return Budget(seconds=max(SHORTEST_SEARCH_S, self.seconds / 10))
 
     def confirm_seconds(self) -> float:
         """How long plans may be measured."""

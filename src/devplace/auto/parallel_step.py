@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from devplace.auto.confirm import Confirmation
+from devplace.auto.further_shapes import FurtherShapes, ShapePlan
+from devplace.errors import ShapeError
 from devplace.graph import Captured
 from devplace.plan import Plan
 from devplace.run.compile import Step
@@ -24,6 +26,7 @@ class ParallelStep:
         micro_batches: Chunks the batch is cut into.
         measured_ns: Step time in this process, batches fed to it, ns; None if not measured.
         notes: What else is worth knowing.
+        further: Plans of further shapes.
     """
 
     def __init__(
@@ -41,20 +44,36 @@ class ParallelStep:
         self.micro_batches = int(graph.meta.get("micro_batches", 1))
         self.measured_ns = measured_ns
         self.notes = notes
+        self.further: list[ShapePlan] = []
         self._step = step
+        self._shapes: FurtherShapes | None = None
+
+    def join(self, shapes: FurtherShapes) -> None:
+        """Let the step know further shapes: those that were stated, and those that it meets."""
+        self.further += shapes.join(self._step, self.graph, self.plan)
+        self._shapes = shapes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on a batch of the example's shapes; see `Step`.
+        """Run one step on a batch of the example's shapes, or of others that it knows; see `Step`.
+
+        One that it does not know is captured and planned first, if `max_shapes` allows it.
 
         Returns:
             The loss of a training step (on the device that made it; on GPUs it is not waited for),
             or the model's output.
 
         Raises:
-            InputError: A tensor of the batch has another shape or dtype than captured.
+            InputError: A tensor of the batch has another shape or dtype than captured (a shape:
+                `ShapeError`).
             PlanMismatchError: The model is in another mode (train or eval) than captured.
             ExecutionError: This step failed, or on GPUs one before it.
         """
+        try:
+            return self._step(*args, **kwargs)
+        except ShapeError:
+            if self._shapes is None or self._shapes.most == 1:
+                raise
+        self.further.append(self._shapes.meet(self._step, self.graph, args, kwargs))
         return self._step(*args, **kwargs)
 
     def sync(self, everywhere: bool = False) -> None:
@@ -139,6 +158,7 @@ class ParallelStep:
                 f"In this process, batches fed: {format_time(self.measured_ns)} per step "
                 f"({mode.get(self.mode, self.mode)})."
             )
+        lines += [f"Also {shape}" for shape in self.further]
         reason = getattr(self._step.executor, "reason", "")
         if reason:
             lines.append(f"note: no CUDA graphs: {reason}")

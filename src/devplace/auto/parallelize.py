@@ -19,6 +19,7 @@ from devplace.auto.candidates import Candidate
 from devplace.auto.compiled import compiled_step_ns
 from devplace.auto.confirm import Confirmation
 from devplace.auto.confirm import confirm as confirm_plans
+from devplace.auto.further_shapes import FurtherShapes, stated
 from devplace.auto.local_devices import MachineLike, find_machine
 from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
@@ -85,6 +86,8 @@ def parallelize(
     verify: bool = False,
     compare_compile: bool = False,
     progress: Callable[[str], None] | None = None,
+    shapes: Sequence[Any] = (),
+    max_shapes: int = 1,
     ranks: Mapping[str, int] | None = None,
     batch: str = "whole",
     timeout_s: float = 30.0,
@@ -131,6 +134,12 @@ def parallelize(
         compare_compile: Whether the report tells how fast `torch.compile` makes the user's own
             step on one device; that may take minutes, which the budget does not count.
         progress: Called with what is being done.
+        shapes: Further batches, each in a form that `example_inputs` may have: the step takes
+            batches of their shapes, too. They are planned with the weights where the plan of the
+            example has them, which all shapes share, and compiled when they are first met. Of
+            the budget each gets half of what the example does.
+        max_shapes: Shapes in all. A batch of another shape is captured and planned when it is met,
+            while there are fewer, and refused then. 1: only those given.
         ranks, batch, timeout_s: Of several processes, as for `compile`.
         of_capture: All else that `capture` takes, such as `example_kwargs`, `batch_dims`,
             `clip_grad_norm`, `autocast`. `fuse` is on by default where GPUs have a compiler, and
@@ -147,7 +156,8 @@ def parallelize(
             each.
         VerificationError: With `verify`, the placed step gave other numbers.
     """
-    clock = BudgetClock.parse(budget)
+    whole = BudgetClock.parse(budget)
+    clock = whole.shared_with(len(shapes) if isinstance(shapes, (tuple, list)) else 0)
     if progress is not None and not callable(progress):
         raise InputError(f"progress must be a function of a text, such as print, got {progress!r}.")
     tell = progress or (lambda text: None)
@@ -173,6 +183,19 @@ def parallelize(
         tell=tell,
     )
     own = model, example_inputs, loss_fn, optimizer
+    further = None
+    if _wants_shapes(shapes, max_shapes, model, group):
+        further = FurtherShapes(
+            target,
+            (model, loss_fn, optimizer),
+            of_capture,
+            stated(shapes, example_inputs, of_capture.get("example_kwargs")),
+            max_shapes,
+            whole,
+            placer,
+            seed,
+            tell,
+        )
     job = _Job(
         example_inputs,
         of_capture.get("example_kwargs"),
@@ -189,6 +212,8 @@ def parallelize(
             if confirm:
                 measurer.start()
             graphs = job.capture_all(counts)
+            if further is not None:
+                further.capture_early(graphs[0])
             searched = placer, seed, measurer.child, confirm
             job.compile_kernels(graphs, compilers)
             try:
@@ -207,7 +232,13 @@ def parallelize(
         return found, ranked
 
     if group is None:
-        return job.finish(*choose_alone(), seed, verify)
+        step = job.finish(*choose_alone(), seed, verify)
+        if further is not None:
+            with contextlib.ExitStack() as undo:
+                undo.callback(step.close)
+                step.join(further)
+                undo.pop_all()
+        return step
     job.together = {"ranks": ranks, "batch": batch, "timeout_s": timeout_s}
     with group.failing_together():
         target = job.target = share_fusing(group, target)
@@ -470,6 +501,35 @@ def _refuse_second(given: Mapping[str, Any]) -> None:
             f"A captured step has its own {', '.join(second)}. Give them to dp.capture, or give "
             f"parallelize the model in its place."
         )
+
+
+def _wants_shapes(shapes: Any, max_shapes: Any, model: Any, group: Group | None) -> bool:
+    """Whether a step is to have further shapes; refuses them where it can have only one."""
+    if isinstance(max_shapes, bool) or not isinstance(max_shapes, int) or max_shapes < 1:
+        raise InputError(f"max_shapes must be a positive number, got {max_shapes!r}.")
+    if not isinstance(shapes, (tuple, list)):
+        raise InputError(
+            f"shapes must be a list of batches, got {type(shapes).__name__}. For one more shape "
+            f"give shapes=[batch]."
+        )
+    if max_shapes == 1 and not shapes:
+        return False
+    if 1 < max_shapes <= len(shapes):
+        raise InputError(
+            f"max_shapes must leave room for the example and all of shapes, which are "
+            f"{1 + len(shapes)}, got {max_shapes}. Raise it, or give fewer shapes."
+        )
+    if isinstance(model, Captured):
+        raise InputError(
+            "A captured step has one shape. Give parallelize the model in its place, to plan it "
+            "for further shapes."
+        )
+    if group is not None:
+        raise InputError(
+            "Several processes run a step of one shape: shapes and max_shapes are for one process. "
+            "Pad the batches, or start one process."
+        )
+    return True
 
 
 def _check_model(model: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +47,32 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
         raise InputError(
             f"--optimizer must look like adamw:lr=1e-3,weight_decay=0.1, got {text!r}."
         ) from None
+    for key, value in values.items():
+        if not _is_finite(value):
+            raise InputError(f"--optimizer {text}: {key} must be finite, got {value}.")
     return name, {**_DEFAULTS.get(name, {}), **values}
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether no number in a plain value is infinite."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _is_like(value: Any, option: inspect.Parameter) -> bool:
+    """Whether a value is of the kind that an option takes; torch takes any text for true."""
+    if isinstance(option.default, bool):
+        return isinstance(value, bool)
+    if isinstance(option.default, (int, float)):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return not isinstance(value, str) or "str" in str(option.annotation)
+
+
+def _kind(option: inspect.Parameter) -> str:
+    if isinstance(option.default, bool):
+        return "True or False"
+    return "a number" if isinstance(option.default, (int, float)) else "no text"
 
 
 def make_optimizer(text: str, parameters: Sequence[Any]) -> Any:
@@ -60,6 +87,13 @@ def make_optimizer(text: str, parameters: Sequence[Any]) -> Any:
     made = getattr(torch.optim, _BY_NAME[name], None)
     if made is None:
         raise InputError(f"torch {torch.__version__} has no optimizer {_BY_NAME[name]}.")
+    known = inspect.signature(made).parameters
+    for key, value in options.items():
+        if key in known and not _is_like(value, known[key]):
+            raise InputError(
+                f"--optimizer {text}: {key} must be {_kind(known[key])}, got {value!r}. "
+                f"torch's own value is {known[key].default}."
+            )
     try:
         return made(parameters, **options)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

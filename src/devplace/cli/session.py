@@ -20,7 +20,7 @@ from devplace.cli.plan_files import PlanFiles, model_file
 from devplace.cli.terminal import raw
 from devplace.cli.trust import require_trust
 from devplace.device_kinds import is_accelerator
-from devplace.errors import InputError, PlanError
+from devplace.errors import CaptureError, InputError, PlanError
 from devplace.files import why_unwritable
 from devplace.placers.place import OBJECTIVES
 from devplace.plan import Plan
@@ -273,6 +273,8 @@ def _imported(request: PlanRequest) -> OpGraph:
 def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, Any, Captured]:
     with prints_on_stderr(), working("loading torch and the model") as note:
         workload, optimizer = build_model(request, lies_on)
+        if request.recompute:
+            _require_blocks(workload.model)
         note("capturing the step")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="micro_batches=")  # told below
@@ -294,6 +296,19 @@ def _capture(request: PlanRequest, target: Target, lies_on: str) -> tuple[Any, A
             file=sys.stderr,
         )
     return workload, optimizer, graph
+
+
+def _require_blocks(model: Any) -> None:
+    """Refuse --recompute where `capture` would advise to name modules, which the option cannot."""
+    from devplace.step_capture.rewrites.blocks import named_blocks
+
+    try:
+        named_blocks(model, True)
+    except CaptureError as error:
+        rule = str(error).partition(". ")[0]
+        raise CaptureError(
+            f"{rule}. Leave --recompute out; --micro-batches 4 takes less memory, too."
+        ) from None
 
 
 def build_model(request: PlanRequest, lies_on: str) -> tuple[Any, Any]:

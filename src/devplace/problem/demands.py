@@ -13,6 +13,7 @@ from devplace.errors import ProblemError
 from devplace.graph.members import parts_of
 from devplace.graph.patterns import cut_by, deciding, matches, names
 from devplace.problem.device_names import resolve_device
+from devplace.problem.homes import keep_homes
 from devplace.problem.weight_pins import ByWeight, pins_by_weight
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Demands(NamedTuple):
     Attributes:
         allowed: Devices each colocation group may go to. bool, shape `[G, D]`.
         notes: What was softened or changes nothing.
-        pinned: Groups that a pin keeps where they are.
+        pinned: Groups that a pin or a home keeps where they are.
     """
 
     allowed: NDArray[np.bool_]
@@ -45,7 +46,8 @@ def demands_of(problem: Problem) -> Demands:
     allowed = np.tile(usable, (tasks.num_groups, 1))
     _apply_support(problem, allowed)
     notes, pinned = _apply_pins(problem, allowed)
-    return Demands(allowed, notes, pinned)
+    kept = keep_homes(problem, allowed) if problem.homes else set()
+    return Demands(allowed, notes, pinned | kept)
 
 
 def _apply_support(problem: Problem, allowed: NDArray[np.bool_]) -> None:

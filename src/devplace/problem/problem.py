@@ -41,6 +41,8 @@ class Problem:
         exclude: Names of devices that must not be used; a limit of 0 says the same.
         soft_pins: Drop pins that cannot hold (no kernel there) instead of refusing; each dropped
             one is told in `notes`.
+        homes: Source op -> device name: where another plan has its parameters, buffers and
+            optimizer state, which then stay there as far as other demands let them.
 
     Raises:
         ProblemError: Unknown device, unreadable limit, a pin that matches nothing, contradicts
@@ -55,6 +57,7 @@ class Problem:
     pins: Mapping[str, str] = field(default_factory=dict)
     exclude: Sequence[str] = ()
     soft_pins: bool = False
+    homes: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -186,7 +189,7 @@ class Problem:
 
     @property
     def pinned_groups(self) -> frozenset[int]:
-        """Colocation groups that a pin keeps where they are."""
+        """Colocation groups that a pin or a home keeps where they are."""
         return self._demands.pinned
 
     @property

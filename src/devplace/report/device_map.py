@@ -3,6 +3,7 @@ stages for torch.distributed.pipelining."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -231,14 +232,21 @@ def read_pins(path: str | Path) -> dict[str, str]:
     """The pins of a device map in a JSON file (see `pins_of`).
 
     Raises:
-        InputError: The file cannot be read, or holds no device map.
+        InputError: The file cannot be read, holds no device map, or names a module twice.
     """
     try:
-        found = decode_json(read_whole(path, MAX_BYTES), dict)
+        data = read_whole(path, MAX_BYTES)
+        found = decode_json(data, dict)
     except OSError as error:
         raise InputError(
             f"Cannot read device map {path}: {error.strerror}. Check the path."
         ) from error
     except ValueError as error:
         raise InputError(f"{path} holds no device map: {error}. Write it again.") from None
-    return pins_of(found, f"Device map {path}")
+    pins = pins_of(found, f"Device map {path}")
+    once = set[str]()
+    for key, _ in json.loads(data, object_pairs_hook=list):  # decode_json keeps the last of equals
+        if key in once:
+            raise InputError(f"Device map {path} names {key!r} twice. Keep one.")
+        once.add(key)
+    return pins

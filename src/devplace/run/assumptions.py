@@ -154,14 +154,20 @@ class SharedValues:
         program: Of the captured step.
         model: The user's model.
         replaced: Source ops whose values the step replaces.
+        owner: What several of these belong to that do not take turns; by default it is alone.
     """
 
     _ahead: ClassVar[WeakSet[SharedValues]] = WeakSet()
     """Those whose step has trained its own copies since it was synced or loaded."""
 
     def __init__(
-        self, program: Program, model: Any, replaced: Collection[int] = frozenset()
+        self,
+        program: Program,
+        model: Any,
+        replaced: Collection[int] = frozenset(),
+        owner: object = None,
     ) -> None:
+        self._owner = self if owner is None else owner
         self._bindings: list[Binding] = []
         self._tensors: list[Any] = []
         self._places: list[tuple[dict[str, Any], str]] = []
@@ -208,7 +214,7 @@ class SharedValues:
             PlanMismatchError: Names one, also if another step has newer values of it.
         """
         for other in tuple(self._ahead):
-            if other is not self:
+            if other._owner is not self._owner:
                 self._check_other(other)
         if not self.are_written():
             return

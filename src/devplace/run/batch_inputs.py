@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.errors import InputError
+from devplace.errors import InputError, ShapeError
 from devplace.graph import Captured
 from devplace.graph.program import RANDOM_KEYS
 from devplace.run.copies import laid_out
@@ -22,6 +22,12 @@ from devplace.step_capture.batch import (
     open_dataclasses,
 )
 from devplace.step_capture.guards.values import differs
+
+WAYS_OUT = (
+    "Pad the batch, drop it (DataLoader(drop_last=True)), or let the step know its shape: "
+    "dp.parallelize(..., shapes=[batch]) or max_shapes=8."
+)
+"""Of a batch whose shape a step does not know."""
 
 
 def bind_inputs(
@@ -44,7 +50,7 @@ def bind_inputs(
             captured, or another value of one that is no tensor; the message names it.
     """
     program = graph.program
-    leaves, spec = _flatten(args, kwargs, program.input_spec)
+    leaves, spec = _flatten_as(*as_captured_call(graph, args, kwargs), program.input_spec)
     if program.input_spec is not None and spec != program.input_spec:
         raise InputError(
             f"Inputs must be nested as at capture: got {_describe(spec)}, expected "
@@ -115,12 +121,16 @@ def bind_scalars(
     return values
 
 
-def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple[list[Any], Any]:
-    found = _flatten_as(args, kwargs, spec)
-    if found[1] != spec and len(args) == 1 and not kwargs:
-        whole = _flatten_as(*as_call(args[0]), spec)
-        return whole if whole[1] == spec else found
-    return found
+def as_captured_call(
+    graph: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments of a step as at capture: opened, if one holds all inputs."""
+    spec = graph.program.input_spec
+    if len(args) == 1 and not kwargs and _flatten_as(args, kwargs, spec)[1] != spec:
+        whole = as_call(args[0])
+        if _flatten_as(*whole, spec)[1] == spec:
+            return whole
+    return args, kwargs
 
 
 def _flatten_as(args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple[list[Any], Any]:
@@ -191,9 +201,9 @@ def _check(graph: Captured, op: int, name: str, value: Any) -> None:
         raise InputError(f"Inputs must be dense: {name!r} is {kind}. Make it a dense tensor.")
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     if shape != tensor.shape:
-        raise InputError(
-            f"Input {name!r} has shape {list(shape)}, the step was captured with "
-            f"{list(tensor.shape)}. Pad the batch (or drop the last one), or capture again."
+        culprit = f"Input {name!r} has shape {list(shape)}"
+        raise ShapeError(
+            f"{culprit}, the step was captured with {list(tensor.shape)}. {WAYS_OUT}", culprit
         )
     if dtype != tensor.dtype:
         raise InputError(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.errors import ExecutionError, InputError
+from devplace.errors import ExecutionError, InputError, ShapeError
 from devplace.graph import Captured
 from devplace.graph.program import Constant
 from devplace.kernels.prepare import prepare
-from devplace.run.assumptions import CapturedFacts, SharedValues
-from devplace.run.batch_inputs import bind_inputs, bind_scalars, require_values
+from devplace.run.batch_inputs import WAYS_OUT, bind_inputs, bind_scalars, require_values
+from devplace.run.captured_shape import CapturedShape, input_sizes, shown_sizes
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import StepOutcome
 from devplace.run.executors import Executor, make_executor, used_devices
@@ -24,7 +25,6 @@ from devplace.run.mailbox import CopyFunction
 from devplace.run.measured_timeline import MeasuredTimeline
 from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.stale import StaleGuard
-from devplace.run.state import ModelState
 from devplace.run.state_dict import HeldState
 from devplace.step_capture.optimizers.several import as_one, each_of
 
@@ -101,8 +101,9 @@ def compile_step(
 class Step:
     """A placed training step (or inference) of a model; call it with a batch.
 
+    It knows the shapes that were captured: one, and those of `add`.
+
     Attributes:
-        executor: What runs it.
         timeline: Measured timeline of the last step that was called with `is_timed` set.
         is_timed: Whether the next steps measure their timeline.
     """
@@ -116,22 +117,23 @@ class Step:
         invent_seed: int | None = None,
         processes: Processes | None = None,
     ) -> None:
-        self.executor = executor
         self.is_timed = False
         self.timeline: MeasuredTimeline | None = None
         self._lost_by = ""
         self._processes = processes
         self._optimizer = as_one(optimizer)
-        self._graph = graph
         self._changes_state = bool(graph.replaced)
-        self._state = ModelState(graph, model, optimizer, invent_seed)
+        self._owner = object()  # not the step itself, which is to end when it is dropped
+        given = model, optimizer, self._owner, invent_seed
+        self._at = CapturedShape(graph, lambda: executor, *given)
+        self._shapes = [self._at]
+        self._steps_done = self._at.state.steps_before_capture
         own = [] if self._optimizer is None else each_of(self._optimizer)
         is_other = processes is not None and not processes.is_first
         sync = "step.sync(everywhere=True) in all processes" if is_other else "step.sync()"
-        self._guard = StaleGuard(self, self._state.model, own, sync)
+        self._guard = StaleGuard(self, self._at.state.model, own, sync)
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._steps_since_capture = 0
         self.load()
 
     def __reduce__(self) -> Any:
@@ -146,15 +148,74 @@ class Step:
         )
 
     @property
+    def executor(self) -> Executor:
+        """What runs the last shape met."""
+        return self._at.executor
+
+    @property
+    def shapes(self) -> tuple[Mapping[str, tuple[int, ...]], ...]:
+        """Of every shape that is known the sizes of the batch's tensors, by name."""
+        return tuple(input_sizes(shape.graph) for shape in self._shapes)
+
+    @property
+    def first(self) -> CapturedShape:
+        """The shape that the step was made for."""
+        return self._shapes[0]
+
+    @contextlib.contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """Let the model be captured again, though it may have values of before."""
+        with self._lock:
+            self._at.facts.check()
+            self._guard.end()
+            try:
+                yield
+            finally:
+                if not self._is_synced:
+                    self._guard.resume()
+
+    def add(self, graph: Captured, make_executor: Callable[[], Executor]) -> None:
+        """Know another shape of the step, with the same parameters, buffers and optimizer state.
+
+        Args:
+            graph: The step captured with a batch of that shape; of the same model and optimizer.
+            make_executor: Makes what runs it, when it is first met.
+
+        Raises:
+            InputError: Several processes run the step.
+            PlanMismatchError: It reads or trains other tensors, or what the step takes for granted
+                has changed.
+        """
+        self._check_process()
+        if self._processes is not None:
+            raise InputError(
+                "Several processes run a step of one shape. Pad the batch, or use one process."
+            )
+        with self._lock, torch.inference_mode(False):
+            self._check_state()
+            self._at.facts.check()
+            self._at.shared.check(self._held, self._is_synced)
+            model = self._at.state.model
+            shape = CapturedShape(graph, make_executor, model, self._optimizer, self._owner)
+            shape.check_alike(self._at)
+            shape.renew()
+            self._shapes.append(shape)
+
+    @property
     def steps_done(self) -> int:
         """Steps the optimizer has made, those before capture included where it counts them."""
-        return self._state.steps_before_capture + self._steps_since_capture
+        return self._steps_done
+
+    @property
+    def _steps_since_capture(self) -> int:
+        """Of the shape that ran last."""
+        return self._steps_done - self._at.state.steps_before_capture
 
     @property
     def is_ahead(self) -> bool:
         """Whether the step has newer values than the model, which nobody has written to since."""
         has_values = not (self._is_synced or self._lost_by or self.executor.has_lost_state)
-        return has_values and not self._shared.are_written()
+        return has_values and not self._at.shared.are_written()
 
     def load(self) -> None:
         """Read parameters, buffers and optimizer state from the model and optimizer again.
@@ -169,18 +230,13 @@ class Step:
         self._check_process()
         with self._lock, torch.inference_mode(False):
             values = self._read()
-            self._facts = CapturedFacts(
-                self._graph.program, self._state.model, self._graph.meta.get("autocast")
-            )
-            number = self._state.steps_since_capture(self._steps_since_capture)
+            for shape in self._shapes:
+                shape.renew()
+            number = self._at.state.steps_since_capture(self._steps_since_capture)
             if self._processes is not None:
                 number = self._processes.number(number)
-            self._steps_since_capture = number
-            for op, value in values.items():
-                self.executor.put(op, value)
-            self._shared = SharedValues(
-                self._graph.program, self._state.model, self._graph.replaced
-            )
+            self._steps_done = self._at.state.steps_before_capture + number
+            self._at.put(values)
             self._guard.end()
             self._is_synced = True
             self._lost_by = ""
@@ -188,14 +244,14 @@ class Step:
     def _read(self) -> dict[int, Any]:
         """Values of the user's model, of several processes that of the first."""
         if self._processes is None or self._processes.is_first:
-            values = self._state.read()
+            values = self._at.state.read()
         else:
-            values = self._state.present()
+            values = self._at.state.present()
         return values if self._processes is None else self._processes.spread_weights(values)
 
     def restart(self) -> None:
         """As `load`, and as if no step had been made: random numbers begin anew, too."""
-        self._steps_since_capture = 0
+        self._steps_done = self._at.state.steps_before_capture
         self.load()
 
     def sync(self, everywhere: bool = False) -> None:
@@ -214,15 +270,16 @@ class Step:
         self._check_process()
         with self._lock, torch.inference_mode(False):
             self._check_state()
-            self._facts.check_parts()
+            self._at.facts.check_parts()
             get: Callable[[int], Any] = self.executor.get
             if self._processes is not None:
-                ops = self._graph.replaced
+                ops = self._at.graph.replaced
                 get = self._processes.gather_weights(get, ops, everywhere).__getitem__
                 if not (everywhere or self._processes.is_first):
                     return
-            self._state.write(get, self._steps_since_capture)
-            self._shared.note()
+            self._at.state.write(get, self._steps_since_capture)
+            for shape in self._shapes:
+                shape.shared.note()
             self._guard.end()
             self._is_synced = True
 
@@ -257,17 +314,19 @@ class Step:
             if self._processes is not None:
                 made = self._processes.largest(made)
             if made >= 0:
-                self._steps_since_capture = made - self._state.steps_before_capture
+                self._steps_done = made
+            for shape in self._shapes:
+                shape.forget()
             self._lost_by = ""
             if self._is_synced and self._changes_state:
                 self._guard.begin(self.steps_done)
                 self._is_synced = False
-                self._shared.go_ahead()
+                self._at.shared.go_ahead()
 
     def _held_state(self) -> HeldState:
         is_first = self._processes is None or self._processes.is_first
         holders = self.executor.schedule.holders
-        return HeldState(self._graph, self._state, holders.__contains__, is_first)
+        return HeldState(self._at.graph, self._at.state, holders.__contains__, is_first)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -287,31 +346,40 @@ class Step:
             ExecutionError: An op failed. On CPU devices the state is as before the step; on GPUs
                 it is lost, and nothing but `load` is possible.
         """
-        return _rebuild_output(self._graph, self.run(args, kwargs))
+        return _rebuild_output(*self._graph_and_outcome(args, kwargs))
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         """Run one step and return everything it gave, with the timeline if `is_timed`.
 
         Calls from several threads are done one after another.
         """
+        return self._graph_and_outcome(args, kwargs)[1]
+
+    def _graph_and_outcome(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Captured, StepOutcome]:
         self._check_process()
         with self._lock, torch.inference_mode(False):
             if self._processes is None:
-                return self._run(args, kwargs)
-            with self._processes.group.failing_together():
-                return self._run(args, kwargs)
+                outcome = self._run(args, kwargs)
+            else:
+                with self._processes.group.failing_together():
+                    outcome = self._run(args, kwargs)
+            return self._at.graph, outcome
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOutcome:
         self._check_state()
-        self._facts.check()
+        values = self._meet(args, kwargs) if len(self._shapes) > 1 else None
+        at = self._at
+        at.facts.check()
         if self._processes is None or self._processes.is_first:
-            self._shared.check(self._held, self._is_synced)
-        number = self._steps_since_capture + 1
+            at.shared.check(self._held, self._is_synced)
+        if values is None:
+            whole = None if self._processes is None else self._processes.whole
+            values = bind_inputs(at.graph, args, kwargs, whole)
+        require_values(at.graph, values)
         groups = None if self._optimizer is None else self._optimizer.param_groups
-        whole = None if self._processes is None else self._processes.whole
-        values = bind_inputs(self._graph, args, kwargs, whole)
-        require_values(self._graph, values)
-        scalars = bind_scalars(self._graph, number, groups)
+        scalars = bind_scalars(at.graph, self._steps_since_capture + 1, groups)
         try:
             for op, value in scalars.items():
                 self.executor.put(op, value)
@@ -327,8 +395,8 @@ class Step:
         if self._is_synced and self._changes_state:
             self._guard.begin(self.steps_done)
             self._is_synced = False
-        self._steps_since_capture = number
-        self._shared.go_ahead()
+        self._steps_done += 1
+        at.shared.go_ahead()
         if self._optimizer is not None:
             for one in each_of(self._optimizer):
                 one._opt_called = True  # or torch's schedulers warn that no step was made
@@ -336,13 +404,37 @@ class Step:
             self.timeline = outcome.timeline.after(batch_ns)
         return outcome
 
+    def _meet(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, Any]:
+        """Go to the shape that a batch has; gives its tensors as `bind_inputs` does.
+
+        Raises:
+            ShapeError: None has it.
+        """
+        failures: list[InputError] = []
+        for shape in (self._at, *(each for each in self._shapes if each is not self._at)):
+            try:
+                values = bind_inputs(shape.graph, args, kwargs)
+            except InputError as error:
+                failures.append(error)
+                continue
+            if shape is not self._at:
+                shape.take(self._at)
+                self._at = shape
+            return values
+        first = next((one for one in failures if not isinstance(one, ShapeError)), failures[0])
+        if not isinstance(first, ShapeError):
+            raise first
+        known = "; ".join(map(shown_sizes, self.shapes))
+        raise ShapeError(f"{first.culprit}, the step knows {known}. {WAYS_OUT}") from None
+
     def close(self) -> None:
         """End the device threads. The step cannot be called any more, and what was not synced is
         lost."""
         if not self._is_synced:
             self._guard.lose(self.steps_done)
-        self._shared.let_go()
-        self.executor.close()
+        for shape in self._shapes:
+            shape.shared.let_go()
+            shape.close()
         if self._processes is not None:
             self._processes.group.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,27 @@ class CpuExecutor:
         home = self.schedule.device_of_op[op]
         device = home if home in holders else holders[0]
         return self._stores[device][self._slots[device][op]]
+
+    def take(self, other: CpuExecutor, ops: Mapping[int, int]) -> None:
+        """Take over values of sources; only what a device did not hold there is copied. The other
+        then lacks those that steps replace.
+
+        Args:
+            other: What runs another shape of the step, on the same devices.
+            ops: Source op here -> source op there.
+        """
+        for mine, theirs in ops.items():
+            value = other.get(theirs)
+            for device in self.schedule.holders.get(mine, ()):
+                slot = other._slots[device].get(theirs)
+                held = clone_tensor(value) if slot is None else other._stores[device][slot]
+                self._stores[device][self._slots[device][mine]] = held
+            self._missing.discard(mine)
+        for op in set(ops.values()) & set(other.schedule.graph.replaced):
+            for store, slots in zip(other._stores, other._slots, strict=True):
+                if op in slots:
+                    store[slots[op]] = None
+            other._missing.add(op)
 
     def step(self, number: int, is_timed: bool = False) -> StepOutcome:
         """Run one step on the values put, and keep what it leaves behind for the next.

@@ -29,6 +29,11 @@ class Executor(Protocol):
         """The present value of a source op."""
         ...
 
+    def take(self, other: Any, ops: Mapping[int, int]) -> None:
+        """Take over values of sources from an executor of the same kind that runs another shape of
+        the step, which may lack them then. `ops` are source ops here -> there."""
+        ...
+
     def step(self, number: int, is_timed: bool = False) -> StepOutcome:
         """Run one step."""
         ...

@@ -11,11 +11,14 @@ from devplace.errors import InputError, PlanMismatchError
 from devplace.graph import Captured, OpGraph, as_captured
 from devplace.graph.fusion import fuse_for
 from devplace.graph.serialize import fingerprint
+from devplace.kernels.prepare import prepare
 from devplace.plan import Plan
 from devplace.run.check import CheckReport, check_step
 from devplace.run.compile import Step, alone, compile_step
+from devplace.run.executors import Executor, make_executor, used_devices
 from devplace.run.ranks.agreement import joined
 from devplace.run.ranks.group import Group, several_processes
+from devplace.run.schedule import make_schedule
 
 _MADE_FOR = (
     "Capture the model, batch, loss and optimizer that it was made for, with the same "
@@ -88,6 +91,32 @@ def compile(
             staged_pairs=staged_pairs,
             join=alone if group is None else joined(group, seed, ranks, batch == "sharded"),
         )
+
+
+def add_shape(
+    step: Step, captured: Captured, plan: Plan, *, seed: int = 0, waits: bool = True
+) -> None:
+    """Let a step know another shape of batches; see `Step.add`.
+
+    Args:
+        step: Of `compile`.
+        captured, plan: The step captured with such a batch, and its plan for the same machine.
+        seed, waits: As of `compile`.
+
+    Raises:
+        PlanMismatchError: As of `compile` and `Step.add`.
+        InputError: Several processes run the step.
+    """
+    _check_plan(plan)
+    found = _matching(captured, plan, "To add a shape")
+
+    def make() -> Executor:
+        schedule = make_schedule(found, plan.placement, plan.order, plan.device_names)
+        prepare(found, used_devices(schedule))
+        peaks = plan.predicted.peak_bytes
+        return make_executor(schedule, seed, waits=waits, predicted_bytes=peaks)
+
+    step.add(found, make)
 
 
 def check_batch_kind(batch: str) -> None:

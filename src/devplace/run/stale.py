@@ -42,6 +42,10 @@ class StaleGuard:
         """The step has made its first new values, after so many steps."""
         self._steps_at_sync = steps_done
         self._lost = 0
+        self.resume()
+
+    def resume(self) -> None:
+        """Watch the model, from `begin` on or again after `end`."""
         for module in self._model.modules():
             self._handles.append(module.register_state_dict_pre_hook(self))
             self._handles.append(module.register_forward_pre_hook(self))

@@ -23,7 +23,7 @@ TIMEOUT_S = 16.0
         ("freeze", "it hangs, or was not called: rank [02] on host .* has waited for it for 8 s"),
         ("hang", "it hangs, or was not called: rank [02] on host .* has waited for it for 8 s"),
         ("raise", "its connection to rank [02] on host .* is gone"),
-        ("shape", r"InputError: Input '0' has shape \[1, 2, 6, 6\]"),
+        ("shape", r"ShapeError: Input '0' has shape \[1, 2, 6, 6\]"),
         ("absent", "it did not come to compile within 8 s"),
     ],
 )
@@ -59,9 +59,9 @@ def test_others_hear_from_the_process_that_holds_the_store(tmp_path: Any) -> Non
     """The first process fails and ends; others, which look later, still learn from it why."""
     found = launch(tmp_path, 3, "failing", how="shape", timeout_s=TIMEOUT_S, odd=0, poll_s=2.5)
     assert [one.code for one in found] == [1, 1, 1]
-    assert found[0].error.startswith("InputError: Input '0' has shape [1, 2, 6, 6]")
+    assert found[0].error.startswith("ShapeError: Input '0' has shape [1, 2, 6, 6]")
     for one in found[1:]:
-        cause = rf"RankError: .*rank 0 on host {HOST}: InputError: Input '0' has shape \[1, 2, 6, 6"
+        cause = rf"RankError: .*rank 0 on host {HOST}: ShapeError: Input '0' has shape \[1, 2, 6, 6"
         assert re.match(cause, one.error), one.error
 
 

@@ -39,7 +39,7 @@ def get(name: str) -> Machine:
         >>> get("rtx4090+rtx3090x2").device_names
         ('cpu:0', 'cuda:0', 'cuda:1', 'cuda:2')
     """
-    several = re.fullmatch(r"([0-9]{1,3})x(.+)", name)
+    several = re.fullmatch(r"([0-9]{1,18})x(.+)", name)
     if several is None:
         return by_name(name)
     hosts, one = int(several.group(1)), by_name(several.group(2))

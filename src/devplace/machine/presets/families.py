@@ -177,12 +177,9 @@ def by_name(text: str) -> Machine:
     if parts[0][0] == "cpu" and len(parts) == 1:
         _within(parts[0][1], MAX_CPUS, "Machines of family 'cpu'")
         return cpu(parts[0][1])
+    one = f"of family {parts[0][0]!r}" if len(parts) == 1 else f"such as {_short(text)!r}"
+    _within(sum(count for _, count in parts), MAX_CARDS, f"Machines {one}")
     found = [CARDS[card] for card, count in parts for _ in range(count)]
-    _within(
-        len(found),
-        MAX_CARDS,
-        f"Machines of family {parts[0][0]!r}" if len(parts) == 1 else f"Machine {text!r}",
-    )
     if any(card.pcie == "unified" for card in found):
         if len(found) > 1:
             raise MachineError(
@@ -195,13 +192,13 @@ def by_name(text: str) -> Machine:
 
 def _counted(part: str, text: str) -> tuple[str, int]:
     """Card and count of `rtx3090x2`; a name alone is one card."""
-    match = re.fullmatch(r"(.+)x([0-9]{1,3})", part)
+    match = re.fullmatch(r"(.+)x([0-9]{1,18})", part)
     base, count = (match.group(1), int(match.group(2))) if match else (part, 1)
     if part in CARDS:
         return part, 1
     if base in CARDS or (base == "cpu" and match and text.lower() == part):
         return base, count
-    written = f"x{count}" if match else ""
+    written = f"x{count}" if match and count < 1000 else ""  # not of rtx4900
     alone = part == text.lower()
     near = [f"{card}{written}" for card in CARDS] + ["laptop", "unequal-2", "cpux2"] * alone
     where = "" if alone else f" (in {_short(text)!r})"

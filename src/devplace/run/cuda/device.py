@@ -42,7 +42,8 @@ class CudaDevice:
         self.torch_device = torch.device(name)
         self.main = streams.take(name)
         self.buffers: dict[int, Any] = {}
-        self._pieces = Packing(source_bytes or {})
+        self._source_bytes = dict(source_bytes or {})
+        self._pieces = Packing({})
         self._inputs = frozenset(inputs)
         self._memory: Any = None
         self._read_from: set[Any] = set()  # streams of users whose values were put since
@@ -75,6 +76,12 @@ class CudaDevice:
             if value.device == self.torch_device:
                 value.record_stream(self.main)
 
+    def share(self, op: int, buffer: Any) -> None:
+        """Keep a source in the buffer of another step's device, which must be idle; once this one
+        has a buffer of its own, the value is copied."""
+        if self.buffers.setdefault(op, buffer) is not buffer:
+            self.put(op, buffer)
+
     def let_users_write(self) -> None:
         """Let what the user does next with a batch on a GPU wait until it is read.
 
@@ -106,7 +113,9 @@ class CudaDevice:
     def _room_for(self, op: int, value: Any) -> Any:
         """Memory for the value of a source: a cut of one piece for all, or its own."""
         like = _dense_like(value)
-        if self._memory is None and self._pieces.num_bytes:
+        if self._memory is None:
+            sizes = {k: n for k, n in self._source_bytes.items() if k not in self.buffers}
+            self._pieces = Packing(sizes)
             size = self._pieces.num_bytes
             self._memory = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         place = self._pieces.cut(self._memory, op, like)

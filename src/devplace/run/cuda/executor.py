@@ -183,6 +183,29 @@ class CudaExecutor:
             )
         return self._all[index].buffers[op]
 
+    def take(self, other: CudaExecutor, ops: Mapping[int, int]) -> None:
+        """Go on with values of sources in the memory where another shape of the step keeps them;
+        only what a device did not hold there is copied.
+
+        Args:
+            other: What runs that shape; its last step is waited for.
+            ops: Source op here -> source op there.
+
+        Raises:
+            ExecutionError: The other's last step failed, or memory is lacking.
+        """
+        other.synchronize()
+        for mine, theirs in ops.items():
+            holders = self.schedule.holders.get(mine, ())
+            if all(index in self._all and index in other._all for index in holders) and all(
+                theirs in other._all[index].buffers for index in holders
+            ):
+                for index in holders:
+                    self._all[index].share(mine, other._all[index].buffers[theirs])
+                self._missing.discard(mine)
+            else:
+                self.put(mine, other.get(theirs))
+
     def step(self, number: int, is_timed: bool = False) -> StepOutcome:
         """Run one step on the values put, and keep what it leaves behind for the next.
 

@@ -60,6 +60,11 @@ class HostDevice:
             self.join()  # or it would replace this value at its end
         self.buffers[op] = clone_tensor(value.detach().to("cpu"))
 
+    def share(self, op: int, value: Any) -> None:
+        """Take the value that another step's device has; steps do not write into it."""
+        self.join()
+        self.buffers[op] = value
+
     def release(self) -> None:
         """Let go of all values."""
         self.buffers.clear()

@@ -58,8 +58,8 @@ def named_blocks(model: nn.Module, wanted: bool | Sequence[str]) -> tuple[str, .
             found.append(name)
     if not found:
         raise CaptureError(
-            "recompute=True is for blocks that a ModuleList or Sequential repeats, and this model "
-            "repeats nothing. Name its modules instead: recompute=['encoder', 'decoder']."
+            "Blocks are computed again where a ModuleList or Sequential repeats them, and this "
+            "model repeats nothing. Name its modules instead: recompute=['encoder', 'decoder']."
         )
     return tuple(found)
 
