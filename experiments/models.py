@@ -5,7 +5,8 @@ run for three steps and compared with eager: losses, parameters, buffers. A mode
 numbers is compared with the unplaced step instead. Every model has a child process of its own with
 a time limit. Writes docs/results/models.json and .md.
 
-Run: `python experiments/models.py [--only hand/,checkpointed/] [--seconds 120] [--note TEXT]`;
+Run: `python experiments/models.py [--only hand/,checkpointed/] [--jobs 2] [--seconds 120] [--note
+TEXT]`;
 transformers, torchvision and timm are used where they are installed.
 """
 
@@ -15,11 +16,12 @@ import argparse
 import dataclasses
 import json
 import math
-import subprocess
-import sys
+import multiprocessing
+import statistics
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -55,7 +57,6 @@ RIGHT = {
 }
 """Each refusal of a model that is right: values decide, or kernels of other libraries."""
 RAN = ("bit-equal", "equal", "equal to unplaced")
-LAST = "RESULT "
 
 
 def unequal() -> Any:
@@ -120,12 +121,12 @@ def _placed(case: Any, eager: Any, losses: list[float]) -> dict[str, Any]:
     from devplace.run.planned import check
 
     optimizer = _adamw(case.model)
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         graph = dp.capture(case.model, case.inputs, case.loss_fn, optimizer)
     except CaptureError as error:
         return {"status": "refused", "why": str(error)}
-    found = {"ops": len(graph.ops), "capture_s": round(time.perf_counter() - begin, 2)}
+    found = {"ops": len(graph.ops), "capture_cpu_s": round(time.process_time() - begin, 3)}
     machine = unequal()
     problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
     plan = dp.place(problem, dp.placers.Random(), "5ev", seed=SEED).plan
@@ -158,19 +159,30 @@ def _errors(model: Any, eager: Any) -> list[float]:
 
 
 def child(name: str, seconds: float) -> dict[str, Any]:
-    """One model in a process of its own."""
+    """One model in a process of its own, forked from one that has imported the libraries."""
     begin = time.perf_counter()
-    command = [sys.executable, __file__, "--one", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"name": name, "status": "no answer", "why": f"after {seconds:g} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(LAST)]
-    if not lines:
-        why = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
-        return {"name": name, "status": "failed", "why": why}
-    found = json.loads(lines[-1].removeprefix(LAST))
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(there, name))
+    process.start()
+    there.close()
+    found: dict[str, Any] = {"status": "no answer", "why": f"after {seconds:g} s"}
+    if here.poll(seconds):
+        try:
+            found = here.recv()
+        except EOFError:
+            found = {"status": "failed", "why": "the process ended"}
+    process.kill()
+    process.join()
     return {"name": name, **found, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def _send(there: Any, name: str) -> None:
+    try:
+        found = run_one(name)
+    except Exception as error:
+        found = {"status": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
+    there.send(found)
 
 
 def table(data: dict[str, Any]) -> str:
@@ -192,8 +204,10 @@ def table(data: dict[str, Any]) -> str:
         "",
         f"{len(runs)} run: {', '.join(f'{n} {s}' for s, n in count.items() if n)}. "
         f"{len(right)} are rightly refused; of the other {rest}, "
-        f"{100 * len(runs) / max(1, rest):.1f} % run.",
+        f"{100 * len(runs) / max(1, rest):.1f} % run. A capture takes "
+        f"{_median_ms_per_op(runs):.2f} ms of CPU per op, in the median over models.",
         "",
+        *([data["note"], ""] if data["note"] else []),
         "| model | what | why | judged |",
         "|---|---|---|---|",
     ]
@@ -205,15 +219,21 @@ def table(data: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        "| model | ops | capture, s | result | largest relative error |",
+        "| model | ops | capture, s of CPU | result | largest relative error |",
         "|---|---|---|---|---|",
     ]
     for row in runs:
         error = f"{row['error']:.1e}" if row.get("error") else "0" if "error" in row else "-"
         lines.append(
-            f"| {row['name']} | {row['ops']} | {row['capture_s']} | {row['status']} | {error} |"
+            f"| {row['name']} | {row['ops']} | {row.get('capture_cpu_s', '-')} | {row['status']} "
+            f"| {error} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _median_ms_per_op(runs: list[dict[str, Any]]) -> float:
+    timed = [row for row in runs if "capture_cpu_s" in row]
+    return statistics.median(1e3 * row["capture_cpu_s"] / row["ops"] for row in timed)
 
 
 def _judged(row: dict[str, Any]) -> str:
@@ -234,15 +254,13 @@ def _libraries(data: dict[str, Any]) -> str:
 def main() -> None:
     """Run all models; results are written after each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--one", default="")
     parser.add_argument("--only", default="")
     parser.add_argument("--again", action="store_true", help="keep rows that ran, run the others")
+    parser.add_argument("--jobs", type=int, default=1, help="models at once")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--note", default="")
     options = parser.parse_args()
-    if options.one:
-        print(LAST + json.dumps(run_one(options.one)), flush=True)
-        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["zoo.loaded"])
     from zoo import cases
 
     libraries = {}
@@ -256,10 +274,16 @@ def main() -> None:
     if options.again:
         kept = json.loads((RESULTS / "models.json").read_text())["rows"]
         rows = {row["name"]: row for row in kept}
-    for name in cases():
-        if not name.startswith(wanted) or rows.get(name, {}).get("status") in RAN:
-            continue
-        rows[name] = child(name, options.seconds) | {"commit": made["commit"]}
+    todo = [
+        name
+        for name in cases()
+        if name.startswith(wanted) and rows.get(name, {}).get("status") not in RAN
+    ]
+    pool = ThreadPoolExecutor(options.jobs)
+    running = {pool.submit(child, name, options.seconds): name for name in todo}
+    for done in as_completed(running):
+        name = running[done]
+        rows[name] = done.result() | {"commit": made["commit"]}
         print(name, rows[name]["status"], rows[name].get("why", ""), flush=True)
         data = {
             "provenance": made,
@@ -267,7 +291,7 @@ def main() -> None:
             "seed": SEED,
             "steps": STEPS,
             "note": options.note,
-            "rows": list(rows.values()),
+            "rows": [rows[name] for name in cases() if name in rows],
         }
         write("models", data)
         (RESULTS / "models.md").write_text(table(data))

@@ -261,6 +261,45 @@ def test_a_step_refuses_weights_that_another_step_has_trained() -> None:
     assert largest_difference(model, twin) < 1e-12
 
 
+def test_weights_beside_the_model_are_as_new_as_those_in_it() -> None:
+    """The generator's step reads a critic of a closure, frozen while it is captured."""
+    model, _, _, (first, second) = gan()
+    made_by, critic = model["made"], model["critic"]
+    twin = copy.deepcopy(model)
+    one = make_step(
+        critic,
+        first,
+        lambda m, x, z: (m(made_by(z).detach()) - m(x)).square().mean(),
+        sgd(list(critic.parameters())),
+        at_random(0),
+    )
+    critic.requires_grad_(False)
+    two = make_step(
+        made_by,
+        second,
+        lambda m, z: critic(m(z)).square().mean(),
+        sgd(list(made_by.parameters())),
+        at_random(1),
+    )
+    critic.requires_grad_(True)
+    one(*first)
+    with pytest.raises(PlanMismatchError, match=r"take turns: .*'weight'.* sync\(\)"):
+        two(*second)
+    one.sync()
+    with pytest.raises(PlanMismatchError, match="written to"):
+        two(*second)
+    two.load()
+    two(*second)
+    two.sync()
+    one.load()
+    one(*first)
+    one.sync()
+    others = [sgd(list(twin[n].parameters())) for n in ("critic", "made")]
+    for k, loss, data in ((0, critic_loss, first), (1, made_loss, second), (0, critic_loss, first)):
+        train_eager(twin, others[k], [data], loss)
+    assert largest_difference(model, twin) < 1e-12
+
+
 def test_steps_that_share_nothing_trained_do_not_wait_for_each_other() -> None:
     """Nor for one that is closed or gone, nor for one that only evaluates."""
     model, critic, generator, (first, second) = gan()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -329,6 +330,17 @@ def in_a_list() -> Case:
     )
 
 
+def by_index() -> Case:
+    """An item of a dict in a list, as the rate of an optimizer is."""
+    holder = [SimpleNamespace(groups=[{"rate": 1.0}], epoch=0)]
+    return (
+        lambda m, x, y: plain(m, x, y) * holder[0].groups[0]["rate"],  # type: ignore[operator]
+        lambda: setattr(holder[0], "epoch", 1),
+        lambda: holder[0].groups[0].update(rate=2.0),
+        "rate",
+    )
+
+
 def decorated() -> Case:
     """A free variable of a function behind a decorator."""
     options = SimpleNamespace(beta=1.0, epoch=0)
@@ -384,6 +396,7 @@ CASES = (
     transformed,
     in_an_inner_function,
     in_a_list,
+    by_index,
     decorated,
     slotted,
     attributed,
@@ -456,6 +469,25 @@ def test_functions_with_gradients_and_caches_are_followed(
     step(*batch())
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
     with pytest.raises(PlanMismatchError, match=r"'FACTOR' is 2\.0"):
+        step(*batch())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: os.environ["DEVPLACE_BETA"],
+        lambda: os.environ.get("DEVPLACE_BETA", "1.0"),
+        lambda: os.getenv("DEVPLACE_BETA"),
+    ],
+)
+def test_variables_of_the_process_count(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the step asks for; others may change."""
+    monkeypatch.setenv("DEVPLACE_BETA", "1.0")
+    step = made(lambda m, x, y: plain(m, x, y) * float(read()))
+    monkeypatch.setenv("DEVPLACE_OTHER", "1.0")
+    step(*batch())
+    monkeypatch.setenv("DEVPLACE_BETA", "2.0")
+    with pytest.raises(PlanMismatchError, match=r"os\.environ\['DEVPLACE_BETA'\].* is '2\.0'"):
         step(*batch())
 
 

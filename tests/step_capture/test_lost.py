@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
+import types
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.run.placed import at_random, compare_with_eager, sgd
@@ -253,3 +258,187 @@ def test_what_nobody_reads_elsewhere_is_no_state() -> None:
     net = Shown()
     data = [(x.double(), y) for x, y in [batch()] * 2]
     compare_with_eager(net.double(), data, loss_fn, sgd, at_random(0))
+
+
+LAST: Any = 0
+LOCAL = threading.local()
+BY_MODEL: Any = weakref.WeakKeyDictionary()
+CONTEXT: Any = contextvars.ContextVar("CONTEXT", default=0)
+COUNT = np.zeros(1)
+GIVEN: dict[str, Any] = {}
+SIZES: list[int] = []
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean: Any = 0
+
+
+SLOT = Slotted()
+
+
+def marked() -> None:
+    """A function that has an attribute."""
+
+
+class Elsewhere(Statistics):
+    """Writes in training, and reads in evaluation, what is none of its own attributes."""
+
+    late: Any = 0
+
+    def of_a_class(self, h: Any) -> Any:
+        if self.training:
+            type(self).late = h.detach().mean(0)
+            return h
+        return h - type(self).late
+
+    def of_a_function(self, h: Any) -> Any:
+        function: Any = marked
+        if self.training:
+            function.late = h.detach().mean(0)
+            return h
+        return h - function.late
+
+    def in_a_global(self, h: Any) -> Any:
+        global LAST
+        if self.training:
+            LAST = h.detach().mean(0)
+            return h
+        return h - LAST
+
+    def in_a_default(self, h: Any, given: Any = GIVEN) -> Any:
+        if self.training:
+            given["mean"] = h.detach().mean(0)
+            return h
+        return h - given["mean"]
+
+    def of_a_thread(self, h: Any) -> Any:
+        if self.training:
+            LOCAL.mean = h.detach().mean(0)
+            return h
+        return h - LOCAL.mean
+
+    def in_an_array(self, h: Any) -> Any:
+        if self.training:
+            COUNT[0] += 1
+            return h
+        return h / float(COUNT[0])
+
+    def in_a_slot(self, h: Any) -> Any:
+        if self.training:
+            SLOT.mean = h.detach().mean(0)
+            return h
+        return h - SLOT.mean
+
+    def by_length(self, h: Any) -> Any:
+        if self.training:
+            SIZES.append(0)
+            return h
+        return h / len(SIZES)
+
+    def by_model(self, h: Any) -> Any:
+        if self.training:
+            BY_MODEL[self] = h.detach().mean(0)
+            return h
+        return h - BY_MODEL[self]
+
+    def in_a_context(self, h: Any) -> Any:
+        if self.training:
+            CONTEXT.set(h.detach().mean(0))
+            return h
+        return h - CONTEXT.get()
+
+    def of_a_parameter(self, h: Any) -> Any:
+        weight: Any = self.f.weight
+        if self.training:
+            weight.mean = h.detach().mean(0)
+            return h
+        return h - weight.mean
+
+    def frozen(self, h: Any) -> Any:
+        self.f.weight.requires_grad_(False)
+        return h
+
+    def gradient(self, h: Any) -> Any:
+        (grad,) = torch.autograd.grad(h.sum(), self.f.weight, retain_graph=True)
+        self.f.weight.grad = grad
+        return h
+
+
+ELSEWHERE = {
+    "of_a_class": "'late' of Elsewhere is written",
+    "of_a_function": "'late' of marked is written",
+    "in_a_global": "LAST is written",
+    "in_a_default": "given is written",
+    "of_a_thread": "'mean' of LOCAL is written",
+    "in_an_array": "COUNT is written",
+    "in_a_slot": "SLOT.mean is written",
+    "by_length": "SIZES is written",
+    "by_model": "still held when it is over, by way of BY_MODEL",
+    "in_a_context": "still held when it is over, by way of a context variable",
+    "of_a_parameter": ".mean of 'f.weight' is set",
+    "frozen": ".requires_grad of 'f.weight' is set",
+    "gradient": ".grad of 'f.weight' is set",
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_what_a_step_writes_elsewhere_is_refused(kind: str) -> None:
+    """In a class, function, variable of a module, default, thread, array, map or context."""
+    CONTEXT.set(0)
+    assert ELSEWHERE[kind] in refusal(loss_fn, Elsewhere(kind))
+    if kind not in ("by_model", "in_a_context"):
+        assert Elsewhere.late == LAST == COUNT[0] == 0
+        assert not GIVEN
+        assert not SIZES
+        assert SLOT.mean == 0
+        assert not vars(LOCAL)
+        assert not vars(marked)
+    BY_MODEL.clear()
+    CONTEXT.set(0)
+
+
+def test_a_log_in_a_module_is_left_as_it_was() -> None:
+    """Of the user's; what packages hold is refused."""
+    own: Any = types.ModuleType("own")
+    own.__file__, own.last = "/own.py", 0
+
+    def logged(m: Any, x: Any, y: Any) -> Any:
+        own.last = m(x).detach()
+        return loss_fn(m, x, y)
+
+    net = nn.Linear(4, 3)
+    assert capture(net, batch(), logged, sgd(list(net.parameters())))
+    assert own.last == 0
+
+
+def test_a_log_in_a_global_is_left_as_it_was() -> None:
+    """A name that a step only sets."""
+
+    def logged(m: Any, x: Any, y: Any) -> Any:
+        global LAST
+        LAST = m(x).detach()
+        return loss_fn(m, x, y)
+
+    net = nn.Linear(4, 3)
+    assert capture(net, batch(), logged, sgd(list(net.parameters())))
+    assert LAST == 0
+
+
+def test_an_update_in_the_loss_is_refused_by_its_line() -> None:
+    """It would be with the gradients of the step before."""
+    net = nn.Linear(4, 3)
+    other = sgd(list(net.parameters()))
+
+    def updating(m: Any, x: Any, y: Any) -> Any:
+        loss = loss_fn(m, x, y)
+        other.step()
+        return loss
+
+    found = refusal(updating, net)
+    assert "test_lost.py" in found
+    assert "calls step() of an optimizer" in found

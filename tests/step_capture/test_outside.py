@@ -59,9 +59,9 @@ def test_state_of_a_loss_module_is_refused_and_left_as_it_was(in_place: bool) ->
     """Given itself or in a closure; its buffer would stay at its first value."""
     loss = Centred(in_place)
     found = refusal(model(), loss)
-    assert "'loss_fn.centre' is not" in found
+    assert "'loss_fn.centre' is not" in found or "loss_fn.centre goes from" in found
     assert "part of the model" in found
-    assert "'loss.centre' is not" in refusal(model(), lambda m, x, y: loss(m(x), y))
+    assert "loss.centre" in refusal(model(), lambda m, x, y: loss(m(x), y))
     assert type(loss.centre) is torch.Tensor
     assert not loss.centre.any()
     assert loss.last is None

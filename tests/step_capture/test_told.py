@@ -139,6 +139,19 @@ def test_sparse_buffers_are_refused_at_capture(layout: str) -> None:
     assert "buffer 'graph' is torch.sparse_" in message
 
 
+def test_a_sparse_tensor_that_a_step_makes_is_refused_by_its_line() -> None:
+    """Devices hand on what has strides."""
+    eye = torch.eye(4)
+    message = told(
+        nn.Linear(4, 4),
+        torch.randn(4, 4),
+        lambda m, x: torch.sparse.mm(eye.to_sparse(), m(x)).mean(),
+    )
+    assert "dense" in message
+    assert "test_told.py" in message
+    assert "makes one that is torch.sparse_coo" in message
+
+
 @pytest.mark.parametrize("is_training", [True, False])
 def test_control_flow_as_an_operator_is_named(is_training: bool) -> None:
     """In training torch's own trace of it has no gradients, which would be a wrong reason."""

@@ -143,6 +143,14 @@ def test_a_generator_that_the_step_makes_with_a_seed_is_a_constant() -> None:
     )
 
 
+def test_the_seed_that_is_set_may_be_read() -> None:
+    """It is that of the user's, not one by which draws are counted."""
+    net = Net(lambda h: h * (torch.initial_seed() % 100)).double()
+    data = [(x.double(), y) for x, y in [batch()] * 2]
+    torch.manual_seed(11)
+    compare_with_eager(net, data, loss_fn, sgd, at_random(0))
+
+
 START = time.monotonic()
 
 
@@ -163,6 +171,9 @@ HOST: dict[str, Callable[[Any], Any]] = {
     "time": lambda h: h * (time.time() % 7),
     "an hour": lambda h: h * 2 if time.monotonic() - START < 1e6 else h,
     "perf_counter": lambda h: h + time.perf_counter(),
+    "year": lambda h: h + time.localtime().tm_year,
+    "day": lambda h: h + float(time.strftime("%w")),
+    "hours": lambda h: h + time.time_ns() // 3_600_000_000_000,
     "calls": Counting(),
 }
 

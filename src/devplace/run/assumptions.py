@@ -19,6 +19,7 @@ from devplace.step_capture.guards.values import (
     is_computed_with,
     shown,
 )
+from devplace.step_capture.sources import memory
 
 Get = Callable[[int], Any]
 _version = attrgetter("_version")
@@ -178,7 +179,7 @@ class SharedValues:
                 self._tensors.append(tensor)
                 self._places.append((place, key))
         rows = zip(self._bindings, self._tensors, strict=True)
-        self._trained = {id(tensor): b.key for b, tensor in rows if b.op in replaced}
+        self._trained = {memory(tensor): b.key for b, tensor in rows if b.op in replaced}
         self.note()
 
     def go_ahead(self) -> None:
@@ -228,7 +229,7 @@ class SharedValues:
         self.note()
 
     def _check_other(self, other: SharedValues) -> None:
-        newer = next((id(t) for t in self._tensors if id(t) in other._trained), None)
+        newer = next((m for m in map(memory, self._tensors) if m in other._trained), None)
         if newer is not None:
             raise PlanMismatchError(
                 f"Steps over one model take turns: another step has trained "

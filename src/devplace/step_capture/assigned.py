@@ -7,10 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from devplace.errors import CaptureError
 from devplace.step_capture.sources import memory
+
+with FakeTensorMode():
+    _OWN = frozenset(vars(torch.empty(())))
+"""What tensors without values have of their own."""
 
 
 @contextlib.contextmanager
@@ -116,3 +120,28 @@ def _refuse_other(name: str, before: torch.Tensor, after: Any) -> None:
             f"before the step and {now[1]} of shape {now[0]} after it. Give it its last shape and "
             f"dtype from the start, and write into it."
         )
+
+
+def refuse_attributes(
+    tensors: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse what a step has put on a parameter or buffer itself: `.grad`, or another attribute.
+
+    Args:
+        tensors: Name -> tensor of a trace.
+        before: Name -> parameter of the user's.
+
+    Raises:
+        CaptureError: Names one.
+    """
+    for name, tensor in tensors.items():
+        own = [key for key in vars(tensor) if key not in _OWN and not key.startswith("_")]
+        own += ["grad"] * (tensor.is_leaf and tensor.grad is not None)
+        is_other = name in before and tensor.requires_grad != before[name].requires_grad
+        own += ["requires_grad"] * is_other
+        if own:
+            raise CaptureError(
+                f"Attributes of parameters and buffers are fixed during a step: .{own[0]} of "
+                f"{name!r} is set in it, and would be lost. Keep it in a buffer (register_buffer), "
+                f"put into the loss what is to be trained with, and freeze parameters outside."
+            )

@@ -36,7 +36,6 @@ from devplace.step_capture.refuse import (
     GradientsNeededError,
     explain,
     refuse_hooks,
-    refuse_replaced,
     refuse_stray_parameters,
     refuse_written,
     refuse_written_inputs,
@@ -230,8 +229,9 @@ def _refuse_difference(step: TracedStep) -> None:
     raise CaptureError(
         f"What a step computes must not depend on values that it changes: {place.described} goes "
         f"from {shown(place.value)} to {shown(now)} in a step, and a captured step keeps "
-        f"the first{where}. Keep it in a buffer (register_buffer) that is there from the start, or "
-        f"pass it as an input tensor; if only a first step changes it, run one before the capture."
+        f"the first{where}. Keep it in a buffer (register_buffer) that is there from the start, of "
+        f"a module that is part of the model (model.extra = module), or pass it as an input "
+        f"tensor; if only a first step changes it, run one before the capture."
     )
 
 
@@ -357,7 +357,6 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
         clean(gm.graph)
     if step.request.fuse:
         _make_fusible(gm.graph, step)
-    refuse_replaced(gm, step)
     _refuse_difference(step)
     return gm
 

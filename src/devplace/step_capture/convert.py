@@ -43,19 +43,20 @@ def bind_constants(gm: torch.fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
     by_value: dict[int, Node] = {}
     constants: list[tuple[str, torch.Tensor]] = []
     for node in list(graph.nodes):
-        if node.op != "get_attr":
+        is_read = node.op == "get_attr"
+        value = getattr(gm, node.target) if is_read else node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            tag, what = node.meta["tag"], "reads" if is_read else "makes"
+            raise CaptureError(
+                f"Tensors must be dense: {describe_place(tag.module, tag.line)} {what} one that "
+                f"is {value.layout}. Make it dense (.to_dense())."
+            )
+        if not is_read:
             continue
-        value = getattr(gm, node.target)
         if not isinstance(value, torch.Tensor):
             raise _not_a_tensor(node)
         holder = by_value.get(id(value))
         if holder is None:
-            if value.layout != torch.strided:
-                tag = node.meta["tag"]
-                raise CaptureError(
-                    f"Tensors must be dense: {describe_place(tag.module, tag.line)} reads one that "
-                    f"is {value.layout}. Make it dense (.to_dense())."
-                )
             if isinstance(value, FakeTensor):
                 raise CaptureError(
                     "A tensor made outside the step has no value: it is fake. Create the model "

@@ -236,20 +236,6 @@ def refuse_written(gm: torch.fx.GraphModule, step: TracedStep) -> None:
                 raise _no_buffer(names.get(id(getattr(gm, owner.target)), "a tensor"))
 
 
-def refuse_replaced(gm: torch.fx.GraphModule, step: TracedStep) -> None:
-    """Refuse a step that computes with a tensor which it puts another in place of.
-
-    Raises:
-        CaptureError: Names it; the step would always see the first.
-    """
-    replaced = step.frames.replaced
-    for node in gm.graph.nodes if replaced else ():
-        value = getattr(gm, node.target) if node.op == "get_attr" else None
-        name = replaced.get(memory(value)) if isinstance(value, torch.Tensor) else None
-        if name is not None:
-            raise _no_buffer(name)
-
-
 def _no_buffer(name: str) -> CaptureError:
     return CaptureError(
         f"State of a step must be kept in buffers of the model: {name!r} is not, but is read and "

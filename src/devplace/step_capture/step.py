@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -14,13 +15,18 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from devplace.errors import CaptureError
 from devplace.graph.program import Constant
-from devplace.step_capture.assigned import data_written, masks_written, refuse_other_buffers
+from devplace.step_capture.assigned import (
+    data_written,
+    masks_written,
+    refuse_attributes,
+    refuse_other_buffers,
+)
 from devplace.step_capture.batch import check_leaf, leaf_names, open_objects
 from devplace.step_capture.ctc import lengths_in_tensors
 from devplace.step_capture.fakes import Fakes, windows_trusted
 from devplace.step_capture.guards.frames import Frames, left_alone
 from devplace.step_capture.guards.host_state import draws_on_host, host_watched
-from devplace.step_capture.guards.twice import Recorder
+from devplace.step_capture.guards.twice import Recorder, refuse_kept
 from devplace.step_capture.loss import (
     Returned,
     read_loss,
@@ -101,8 +107,11 @@ class TracedStep:
         given = self._by_kind(flat)
         with self.tagger.module_hooks():
             if not self._is_rehearsed:  # unseen by the trace
-                with disable_proxy_modes_tracing(), self.frames.put_back():
-                    self._rehearse(given)
+                with disable_proxy_modes_tracing():
+                    with self.frames.put_back():
+                        made = self._rehearse(given)
+                    if self.difference is None:
+                        refuse_kept(made, self.frames.kept(), self.frames.name_of)
             self.tagger.restart()
             with _written(given), self.frames.put_back():
                 self._slots.put(_sources(given))
@@ -121,8 +130,8 @@ class TracedStep:
         self._describe(len(heads), len(changed), list(given["input"].values()))
         return [*heads, *changed, *given["input"].values(), *self.extra.values()]
 
-    def _rehearse(self, given: Given) -> None:
-        """Run twice, the second time as the next step would.
+    def _rehearse(self, given: Given) -> list[weakref.ref[torch.Tensor]]:
+        """Run twice, the second time as the next step would; gives what both have made.
 
         What is wrong with the second is told when a trace has found nothing worse.
         """
@@ -130,17 +139,20 @@ class TracedStep:
         with frames.followed():
             first = self._recorded(given)
         frames.note()
+        made = first.made()
         try:
             with frames.followed_again():
-                self._recorded(given, first)
+                made += self._recorded(given, first).made()
             frames.refuse_lost(first.is_state)
         except Exception as error:
             self.difference = error
         drawn_from = frames.outliving.drawn_from()
         if drawn_from:
             raise draws_on_host("the step", drawn_from)
+        frames.reads.let_go()
         self._recorder = self.fakes.call_of = None
         self.outputs, self.output_spec, self.output_leaves = [], None, ()
+        return made
 
     def _recorded(self, like: Given, before: Recorder | None = None) -> Recorder:
         """Run once on new tensors, and record that."""
@@ -208,13 +220,17 @@ class TracedStep:
         self, given: dict[str, dict[Any, torch.Tensor]]
     ) -> tuple[Tensors, dict[str, torch.Tensor]]:
         with torch.set_grad_enabled(self.request.has_gradients):
+            own = given["parameter"] | given["buffer"]
             if self.request.mode == "inference":
-                return self._infer(given["input"]), {}
+                heads = self._infer(given["input"])
+                refuse_attributes(own, self.request.sources.parameters)
+                return heads, {}
             wanted = self._differentiated(given["parameter"])
             chunks = self._chunks(given["input"])
             whole = self._counts_of_whole(_flat(given))
             run = functools.partial(self._forward, chunks=chunks, counts=whole)
             first = run(0)
+            refuse_attributes(own, self.request.sources.parameters)
             combine = self._mean if first.weight is None else self._weighted
             returned, loss, grads = combine(len(chunks), run, first, wanted)
         self.tagger.micro_batch = -1

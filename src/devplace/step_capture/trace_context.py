@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -14,12 +15,16 @@ import torch.utils.checkpoint
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave torch's random generators as they were."""
-    state = torch.get_rng_state()
+    """Leave torch's random generators as they were, and let a step read the seed that is set."""
+    state, seed = torch.get_rng_state(), torch.initial_seed()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda_states = torch.cuda.get_rng_state_all() if on_cuda else []
     try:
-        yield
+        with (
+            mock.patch.object(torch, "initial_seed", return_value=seed),
+            mock.patch.object(torch.random, "initial_seed", return_value=seed),
+        ):
+            yield
     finally:
         torch.set_rng_state(state)
         if cuda_states:

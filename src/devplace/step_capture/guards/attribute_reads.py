@@ -25,10 +25,9 @@ from devplace.step_capture.guards.code_names import (
 from devplace.step_capture.guards.rechecked import (
     Place,
     attribute,
-    attribute_of,
     enclosed,
-    looked_up,
     own_names,
+    tried,
 )
 from devplace.step_capture.guards.values import (
     NOTHING,
@@ -93,6 +92,10 @@ class Reads:
         self._is_over = True
         self.met, self._seen = set(), set()
 
+    def let_go(self) -> None:
+        """The second run is over: nothing more is met, and what steps make is let go."""
+        self._known = {key: value for key, value in self._known.items() if key in self.stays}
+
     def readers_of(self, place: Place) -> Iterable[Names]:
         """Functions that read a place."""
         return self._readers[id(place.holder), place.key].values()
@@ -118,6 +121,8 @@ class Reads:
                 self._take(Place(name, known, name, known[name]), names, name)
             elif name in sys.modules:
                 self._go(Place(name, None, None, sys.modules[name]), names, name)
+            elif name in names.late:
+                self._take(Place(name, known, name, NOTHING), names, name)
 
     def argument(self, name: str, value: Any, names: Names, word: str | None = None) -> None:
         """Take up what a function reads of an argument, or of what another one gives it.
@@ -138,18 +143,18 @@ class Reads:
         at = Place(name_of, value, None, value, "argument", outlives=stays)
         uses = names.uses.get(word, _NONE)
         if not stays and (is_list_or_dict(value) or is_array(value)) and _is_read(value, uses):
-            self._keep(at, names)
+            self.keep(at, names)
         self._go(at, names, word)
 
     def _take(self, place: Place, names: Names, word: Any) -> None:
         """Keep a value if it is read, and go on into it."""
         value = place.value
         if _is_read(value, names.uses.get(word, _NONE)):
-            self._keep(place, names)
+            self.keep(place, names)
         if value is not NOTHING:
             self._go(place, names, word)
 
-    def _keep(self, place: Place, names: Names | None = None) -> None:
+    def keep(self, place: Place, names: Names | None = None) -> None:
         """Note a place, with its value before the step."""
         value = place.value
         if value is not NOTHING and (not is_kept(value) or holds_fakes(value)):
@@ -182,15 +187,17 @@ class Reads:
             return
         if WHOLE in uses:
             uses |= names.uses.get(UNKNOWN, _NONE)
+        indexed = [key for kind, key in uses if kind == "item" and not isinstance(value, Mapping)]
         for part in _parts(value):
-            self._go(Place(at.name, None, None, part, outlives=at.outlives), names, word)
+            for each in (word, *indexed):
+                self._go(Place(at.name, None, None, part, outlives=at.outlives), names, each)
         is_every = EVERY in uses and type(getattr(value, "__dict__", None)) is dict
         if is_every and not isinstance(value, (types.ModuleType, type, types.FunctionType)):
             for key in tuple(vars(value)):
                 self._attribute(at, key, names, word)
         for kind, key in uses:
             if kind == "item" and isinstance(value, Mapping):
-                self._take(at.item(key, looked_up(value, key)), names, key)
+                self._take(at.item(key, tried(value.get, key)), names, key)
             elif kind in ("attribute", "maybe"):
                 self._attribute(at, key, names, key, kind == "maybe")
 
@@ -220,7 +227,7 @@ class Reads:
             if (found is NOTHING and not may_lack) or not _is_simple(found):
                 return
         elif is_field or isinstance(found, types.MemberDescriptorType):
-            found = attribute_of(value, key)
+            found = tried(getattr, value, key)
         elif hasattr(found, "__get__"):
             self._meet_cached(found)
             return
@@ -234,7 +241,7 @@ class Reads:
             self._meet_cached(found)
         elif path is not None and isinstance(found, torch.nn.Module):
             self._go(at.attribute(key, found), names, word)
-        elif found is not NOTHING or (may_lack and attribute_of(module, key) is NOTHING):
+        elif found is not NOTHING or (may_lack and tried(getattr, module, key) is NOTHING):
             self._take(at.attribute(key, found, own, path), names, word)
 
     # ---- what is met
@@ -275,7 +282,7 @@ class Reads:
             for part in (value.func, *value.args):
                 self.meet(name, part, stays)
             for key, part in value.keywords.items():
-                self._keep(Place(key, value.keywords, key, part, outlives=stays))
+                self.keep(Place(key, value.keywords, key, part, outlives=stays))
                 self.meet(key, part, stays)
 
     def _meet_cached(self, found: Any) -> None:
@@ -345,7 +352,7 @@ def _by_rule(value: Any, key: str) -> Any:
     rules: Any = type(value)
     own = rules.__getattribute__ is not object.__getattribute__
     is_ruled = own or hasattr(rules, "__getattr__")
-    return attribute_of(value, key) if is_ruled and not isinstance(value, type) else NOTHING
+    return tried(getattr, value, key) if is_ruled and not isinstance(value, type) else NOTHING
 
 
 def _is_simple(value: Any) -> bool:

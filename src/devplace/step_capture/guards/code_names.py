@@ -50,7 +50,7 @@ class Names(NamedTuple):
     Attributes:
         code: Of the function.
         is_users: Whether it is the user's, not of a package.
-        variables: Globals, free variables and imported modules that are read.
+        variables: Globals, free variables and imported modules that are read, and globals set.
         uses: Name of a variable, argument, attribute or key -> how what it stands for is read.
         late: Attributes and variables that code sets further up than it reads them.
     """
@@ -69,7 +69,7 @@ def names_of(code: types.CodeType) -> Names:
     is_stored: dict[str, bool] = {}  # by what comes first
     aliases: list[tuple[Any, str]] = []
     steps = [part for step in dis.get_instructions(code) for part in _parts(step)]
-    variables = {step.argval for step in steps if step.opname in _VARIABLES}
+    variables = {step.argval for step in steps if step.opname in (*_VARIABLES, "STORE_GLOBAL")}
     for _, name, is_store in uses_of_names(code):
         is_stored.setdefault(name, is_store)
     _follow(steps, found, aliases)

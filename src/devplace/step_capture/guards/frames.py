@@ -24,15 +24,17 @@ from devplace.step_capture.guards.code_names import (
     num_arguments,
     uses_of_names,
 )
-from devplace.step_capture.guards.rechecked import Place, enclosed
-from devplace.step_capture.guards.values import differs, kept
-from devplace.step_capture.guards.written import Outliving
-from devplace.step_capture.sources import Slots, memory
+from devplace.step_capture.guards.rechecked import Place, enclosed, tried
+from devplace.step_capture.guards.values import differs, is_array, kept, leaves
+from devplace.step_capture.guards.written import Outliving, Written, refuse_lost
+from devplace.step_capture.sources import Slots
 from devplace.step_capture.tags import is_user_file
 
 _BY_RULE = ("__getattr__", "__getattribute__")
 _LAYERS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
 _RUN = str(Path(__file__).resolve().parents[2] / "run") + os.sep
+_ENVIRONMENT: Any = type(os.environ).__getitem__.__code__
+_OF_ENVIRONMENT = (_ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename)
 _MODULE = torch.nn.Module.__call__.__code__.co_filename
 
 
@@ -45,7 +47,6 @@ class Frames:
     Attributes:
         reads: What functions read.
         outliving: What they may write.
-        replaced: Memory of tensors that the first run puts others in place of -> name.
 
     Args:
         model: The module.
@@ -57,7 +58,6 @@ class Frames:
         self.outliving = Outliving()
         self.reads = Reads(model, self.outliving, slots)
         self._changed: list[tuple[Place, Any]] = []
-        self.replaced: dict[int, str] = {}
         self._executed: dict[int, dict[int, None]] = {}  # id of code -> offsets, in order
         self._watched: set[int] = set()
         self._names: dict[int, Names | None] = {}  # id of code -> what it reads
@@ -105,33 +105,50 @@ class Frames:
             CaptureError: It has made a module of the model.
         """
         self.outliving.note()
-        self.replaced = self.outliving.replaced()
         for place in self.reads.places:
             now = place.present()
             if differs(now, place.value):
                 if place.module is not None and isinstance(now, torch.nn.Module):
                     raise _made_inside(place.described)
                 self._changed.append((place, kept(now)))
-                if isinstance(place.value, torch.Tensor):
-                    self.replaced.setdefault(memory(place.value), place.name)
             for names in self.reads.readers_of(place):
                 if place.key in names.late:
                     self._watched.add(id(names.code))
         self.reads.start_again()
         self._entered = set()
-        words = self.outliving.words()
-        self._watched |= {id(c) for c in self._codes if words & {*c.co_names, *c.co_freevars}}
+        words = self.outliving.words() | {str(place.key) for place, _ in self._changed}
+        self._watched |= {
+            id(c) for c in self._codes if words & {*c.co_names, *c.co_freevars, *c.co_varnames}
+        }
 
     def refuse_lost(self, is_state: Callable[[torch.Tensor], bool]) -> None:
-        """See `Outliving.refuse_lost`."""
+        """See `written.refuse_lost`."""
         ran = [code for code in self._codes if id(code) in self._users]
         executed = {code: self._executed.get(id(code), {}) for code in ran}
-        self.outliving.refuse_lost(executed, is_state, self._is_there)
+        written = [each for each in self.outliving.written() if self._is_there(each.owner)]
+        for place, first in self.changed:
+            kind = type(place.holder) if place.kind == "attribute" else None
+            is_global = isinstance(place.holder, dict) and "__builtins__" in place.holder
+            is_own = kind is not None and (is_array(first) or place.names is None)
+            if is_global or is_own or place.kind == "variable":
+                now, name = kept(place.present()), place.described
+                written.append(Written(name, str(place.key), kind, first, now, None))
+        refuse_lost(written, executed, is_state)
 
     @property
     def changed(self) -> list[tuple[Place, Any]]:
         """Places whose values the first run has changed, with what they became."""
         return [(place, now) for place, now in self._changed if self._stays(place)]
+
+    def kept(self) -> set[int]:
+        """`id` of tensors that are noted as values of the first run."""
+        values = [*self.outliving.first.values(), *(now for _, now in self._changed)]
+        return {id(leaf) for value in values for leaf in leaves(value) or ()}
+
+    def name_of(self, value: Any) -> str | None:
+        """Name of an object that is there after the step; None for others."""
+        is_known = id(value) in self.reads.stays
+        return self.outliving.names.get(id(value), type(value).__name__) if is_known else None
 
     def found(self) -> list[Place]:
         """What two runs have read and not changed, and is there after the step."""
@@ -159,7 +176,8 @@ class Frames:
         return replace(place, above=self._reachable(above))
 
     def _is_there(self, value: Any) -> bool:
-        return id(value) in self.reads.stays or id(value) in self.reads.met
+        is_met = id(value) in self.reads.stays or id(value) in self.reads.met
+        return is_met or isinstance(value, type)
 
     def _sets_first(self, names: Names, key: Any) -> bool:
         """Whether what ran of some code has set a name before it read it."""
@@ -179,6 +197,8 @@ class Frames:
             names = self._names[id(code)] = _followed_names(frame)
             self._codes.append(code)
         if names is None:
+            if code is _ENVIRONMENT:
+                self._environment(frame)
             return None
         values = frame.f_locals
         if names.is_users:
@@ -187,6 +207,15 @@ class Frames:
             self.reads.argument(name, values.get(name), names)
         frame.f_trace_opcodes, frame.f_trace_lines = id(code) in self._watched, False
         return self._step
+
+    def _environment(self, frame: types.FrameType) -> None:
+        """A variable of the process is read, by way of `os.getenv`, `get` or as an item."""
+        key, by = frame.f_locals["key"], frame.f_back
+        while by is not None and by.f_code.co_filename in _OF_ENVIRONMENT:
+            by = by.f_back
+        if by is not None and is_users(by.f_code.co_filename):
+            at = Place("os.environ", None, None, os.environ)
+            self.reads.keep(at.item(key, tried(os.environ.get, key)))
 
     def _step(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code

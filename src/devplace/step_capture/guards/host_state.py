@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import time
@@ -11,12 +12,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from devplace.errors import CaptureError
 
-_LATER_S = 3e7
-"""How much later it is in the second run, by the functions of `time`."""
-_CLOCKS = ("time", "monotonic", "perf_counter", "process_time")
+_LATER_S = (415 * 24 + 5) * 3600 + 7 * 60 + 11
+"""How much later it is in the second run, by the functions of `time`: another year, month, day of
+the week, hour, minute and second."""
+_CLOCKS = {
+    f"{name}{unit}": _LATER_S * times
+    for name in ("time", "monotonic", "perf_counter", "process_time")
+    for unit, times in (("", 1), ("_ns", 1_000_000_000))
+}
+
+_CALENDARS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 
 
 @contextlib.contextmanager
@@ -48,8 +57,8 @@ def host_watched(
 
         return scale
 
-    def later(function: Any) -> Callable[[], float]:
-        return lambda: float(function()) + _LATER_S
+    def later(function: Any) -> Callable[[], Any]:
+        return lambda: function() + _CLOCKS[function.__name__]
 
     numpy_random: Any = sys.modules.get("numpy.random")
     with contextlib.ExitStack() as stack:
@@ -57,6 +66,10 @@ def host_watched(
         def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
 
+        def stepped(*args: Any) -> None:
+            raise _updates(place())
+
+        stack.callback(register_optimizer_step_pre_hook(stepped).remove)
         put(torch.amp.GradScaler, "scale", unscaled)
         for kind in (random.Random, random.SystemRandom):
             for name in ("random", "getrandbits"):
@@ -68,9 +81,24 @@ def host_watched(
             for name, function in tuple(vars(module).items()):
                 if isinstance(getattr(function, "__self__", None), kind):
                     put(module, name, refused)
-        for name in _CLOCKS if is_second else ():
-            put(time, name, later)
+        if is_second:
+            now = time.time() + _LATER_S
+            for name in _CLOCKS:
+                put(time, name, later)
+            for name, at in _CALENDARS.items():
+                put(time, name, functools.partial(_at_time, at, now))
         yield
+
+
+def _at_time(at: int, now: float, get: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `time` that takes the present where its argument at some place is missing."""
+
+    def call(*args: Any) -> Any:
+        if len(args) > at:
+            return get(*args)
+        return get(*args, time.localtime(now) if get.__name__ in ("strftime", "asctime") else now)
+
+    return call
 
 
 def global_generators() -> list[tuple[str, Any]]:
@@ -88,6 +116,13 @@ def draws_on_host(where: str, name: str = "") -> CaptureError:
         f"Random decisions on the host would be frozen by capture: {where} draws from Python's or "
         f"NumPy's generator{generator}. Draw with torch, or decide outside the step and pass it as "
         f"an input."
+    )
+
+
+def _updates(where: str) -> CaptureError:
+    return CaptureError(
+        f"Backward and the update belong to the step: {where} calls step() of an optimizer. Give "
+        f"that optimizer to capture, and let loss_fn return the loss alone."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,14 +75,11 @@ class Place:
             return enclosed(holder)
         if self.kind == "argument":
             return holder
-        try:
-            if self.kind == "item":
-                return holder.get(self.key, NOTHING)
-            if isinstance(holder, torch.nn.Module):
-                return attribute(holder, self.key)
-            return getattr(holder, self.key, NOTHING)
-        except Exception:  # by the rules of an object of the user's
-            return NOTHING
+        if isinstance(holder, torch.nn.Module):
+            return attribute(holder, self.key)
+        if self.kind == "item":
+            return tried(lambda *args: holder.get(*args), self.key)
+        return tried(getattr, holder, self.key)
 
     def put_back(self) -> None:
         """Give it its old value, once what containers held is there again."""
@@ -123,17 +120,9 @@ def enclosed(cell: types.CellType) -> Any:
         return NOTHING
 
 
-def looked_up(value: Mapping[Any, Any], key: Any) -> Any:
-    """An item by the mapping's own rules; `NOTHING` if there is none."""
+def tried(get: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the user's objects gives, with a default; `NOTHING` if it raises."""
     try:
-        return value.get(key, NOTHING)
-    except Exception:
-        return NOTHING
-
-
-def attribute_of(value: Any, name: str) -> Any:
-    """An attribute by the object's own rules, which may raise whatever they like."""
-    try:
-        return getattr(value, name, NOTHING)
-    except Exception:
+        return get(*args, NOTHING)
+    except Exception:  # whatever their rules like
         return NOTHING

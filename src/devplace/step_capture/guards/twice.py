@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import types
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ _DEVICE = torch.ops.prim.device.default
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _MAX_NUMBERS = 10_000  # of a tensor from outside that is compared by value
+_MAX_HOLDERS = 6  # from a tensor up to what outlives the step
 _PLAIN = (int, float, bool, str, complex, type(None))
 
 
@@ -152,6 +156,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._find_steady(is_kept)
         elif self.results != self._before.results:
             raise self._difference()
+
+    def made(self) -> list[weakref.ref[torch.Tensor]]:
+        """The tensors that ops have made in this run."""
+        rest = self._alive[self._num_sources :]
+        return [weakref.ref(each) for each in rest if isinstance(each, FakeTensor)]
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of a finished run is none of its sources and changes between steps."""
@@ -299,3 +308,50 @@ def _identity(tensor: torch.Tensor) -> Any:
             about = tuple(tensor.shape), repr(tensor.dtype), str(tensor.device)
             return *about, values.view(torch.uint8).numpy().tobytes()
     return id(tensor)
+
+
+def refuse_kept(
+    made: Sequence[weakref.ref[torch.Tensor]],
+    known: Collection[int],
+    name_of: Callable[[Any], str | None],
+) -> None:
+    """Refuse a step of whose tensors some stay, though all known places were put back.
+
+    What outlives the step must hold them: torch itself keeps some that nobody has.
+
+    Args:
+        made: Tensors without values that two runs have made.
+        known: `id` of those that are noted as what the step writes.
+        name_of: Name of an object that outlives the step; None for others.
+
+    Raises:
+        CaptureError: Says what holds one.
+    """
+    if _still_there(made, known):
+        gc.collect(1)  # all generations would be slow
+    held: list[Any] = list(_still_there(made, known))
+    seen = {id(held), *map(id, held)}
+    for _ in range(_MAX_HOLDERS):
+        if not held:
+            return
+        found = gc.get_referrers(*held)
+        above = [each for each in found if not isinstance(each, types.FrameType)]
+        held = [each for each in above if id(each) not in seen]
+        seen |= {id(held), id(found), id(above), *map(id, held)}
+        for holder in held:
+            is_context = type(holder).__name__.startswith("hamt")
+            name = "a context variable" if is_context else name_of(holder)
+            if name is not None:
+                raise CaptureError(
+                    f"State of a step must be kept in buffers of the model: a tensor that the "
+                    f"step makes is still held when it is over, by way of {name}, where it cannot "
+                    f"be put back. Use register_buffer and write into that, or keep it in an "
+                    f"attribute of the model."
+                )
+
+
+def _still_there(
+    made: Sequence[weakref.ref[torch.Tensor]], known: Collection[int]
+) -> list[torch.Tensor]:
+    there = (each() for each in made)
+    return [each for each in there if each is not None and id(each) not in known]
