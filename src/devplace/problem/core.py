@@ -196,31 +196,10 @@ def pointers(lists: Iterable[Sequence[int]]) -> tuple[I32, I32]:
     return ptr, flat
 
 
-class _Folding:
-    """Which op owns each tensor's storage, and which tensor travels in its place."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        count = len(graph.tensors)
-        self.owner = [-1] * count
-        self.carrier = list(range(count))
-        self.storage = list(range(count))
-        size = [tensor.num_bytes for tensor in graph.tensors]
-        for index, op in enumerate(graph.ops):
-            for out in op.outputs:
-                if not op.is_view:
-                    self.owner[out] = index
-                    continue
-                base = op.alias_of
-                self.owner[out] = self.owner[base]
-                self.storage[out] = self.storage[base]
-                if size[out] >= size[self.carrier[base]]:
-                    self.carrier[out] = self.carrier[base]
-
-
 class _Layout:
     """Tasks, the carriers and storages they make, and who reads what; all by tensor id."""
 
-    def __init__(self, graph: OpGraph, fold: _Folding) -> None:
+    def __init__(self, graph: OpGraph) -> None:
         replaced = graph.replaced
         is_const = [op.is_source and index not in replaced for index, op in enumerate(graph.ops)]
         self.task_ops = [i for i, op in enumerate(graph.ops) if not op.is_view and not is_const[i]]
@@ -231,27 +210,28 @@ class _Layout:
         self.const_users: list[list[int]] = [[] for _ in self.const_ops]
         self.made: list[list[int]] = [[] for _ in self.task_ops]
         self.stores: list[list[int]] = [[] for _ in self.task_ops]
-        self._collect_reads(graph, fold)
-        self._collect_made(graph, fold)
+        self.owner = [graph.producer[tensor] for tensor in graph.storage]
+        self._collect_reads(graph)
+        self._collect_made(graph)
         self.carriers = [t for row in self.made for t in row]
         self.storages = [t for row in self.stores for t in row]
         self.carrier_id = {t: i for i, t in enumerate(self.carriers)}
         self.storage_id = {t: i for i, t in enumerate(self.storages)}
 
-    def _collect_reads(self, graph: OpGraph, fold: _Folding) -> None:
+    def _collect_reads(self, graph: OpGraph) -> None:
         for task, index in enumerate(self.task_ops):
-            carriers = list(dict.fromkeys(fold.carrier[t] for t in graph.ops[index].inputs))
-            for owner in {fold.owner[t] for t in carriers} & self.const_of.keys():
+            carriers = list(dict.fromkeys(graph.carrier[t] for t in graph.ops[index].inputs))
+            for owner in {self.owner[t] for t in carriers} & self.const_of.keys():
                 self.const_users[self.const_of[owner]].append(task)
-            self.reads.append([t for t in carriers if fold.owner[t] in self.task_of])
+            self.reads.append([t for t in carriers if self.owner[t] in self.task_of])
 
-    def _collect_made(self, graph: OpGraph, fold: _Folding) -> None:
+    def _collect_made(self, graph: OpGraph) -> None:
         travels = {t for row in self.reads for t in row}
         for tensor in range(len(graph.tensors)):
-            task = self.task_of.get(fold.owner[tensor])
+            task = self.task_of.get(self.owner[tensor])
             if task is None:
                 continue
-            if fold.storage[tensor] == tensor:
+            if graph.storage[tensor] == tensor:
                 self.stores[task].append(tensor)
             if tensor in travels:
                 self.made[task].append(tensor)
@@ -276,12 +256,12 @@ class _Layout:
                 over[self.storage_id[tensor]] = self.storage_id[old]
         return over
 
-    def held(self, graph: OpGraph, fold: _Folding) -> NDArray[np.uint8]:
+    def held(self, graph: OpGraph) -> NDArray[np.uint8]:
         """Whether each storage is kept to the end of the step."""
         held = np.zeros(len(self.storages), np.uint8)
         for result in graph.results:
-            if fold.owner[result.tensor] in self.task_of:
-                held[self.storage_id[fold.storage[result.tensor]]] = 1
+            if self.owner[result.tensor] in self.task_of:
+                held[self.storage_id[graph.storage[result.tensor]]] = 1
         return held
 
 
@@ -294,21 +274,20 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
     """
     if workspace_bytes is None:
         workspace_bytes = np.array([op.workspace_bytes for op in graph.ops], np.int64)
-    fold = _Folding(graph)
-    layout = _Layout(graph, fold)
-    owners = [fold.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
+    layout = _Layout(graph)
+    owners = [layout.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
     size = np.array([t.num_bytes for t in graph.tensors], np.int64)
     const_bytes = [sum(size[t] for t in graph.ops[i].outputs) for i in layout.const_ops]
     cons_ptr, cons = pointers(layout.consumers())
     in_ptr, in_carrier = pointers([[layout.carrier_id[t] for t in row] for row in layout.reads])
     const_ptr, const_user = pointers(layout.const_users)
-    storage_of = [layout.storage_id[fold.storage[t]] for t in layout.carriers]
+    storage_of = [layout.storage_id[graph.storage[t]] for t in layout.carriers]
     return Tasks(
         task_op=np.array(layout.task_ops, np.int32),
         op_task=np.array([layout.task_of.get(o, -1) for o in owners], np.int32),
         op_const=np.array([layout.const_of.get(o, -1) for o in owners], np.int32),
         is_source=np.array([graph.ops[i].is_source for i in layout.task_ops], np.uint8),
-        group=_groups(graph, fold, layout.task_of),
+        group=_groups(graph, layout),
         workspace_bytes=workspace_bytes[np.array(layout.task_ops, np.int64)],
         out_ptr=pointers(layout.made)[0],
         carrier_tensor=np.array(layout.carriers, np.int32),
@@ -320,7 +299,7 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
         in_carrier=in_carrier,
         storage_ptr=pointers(layout.stores)[0],
         storage_bytes=size[np.array(layout.storages, np.int64)],
-        storage_held=layout.held(graph, fold),
+        storage_held=layout.held(graph),
         storage_over=layout.over(graph),
         const_op=np.array(layout.const_ops, np.int32),
         const_bytes=np.array(const_bytes, np.int64),
@@ -330,8 +309,9 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
     )
 
 
-def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
+def _groups(graph: OpGraph, layout: _Layout) -> I32:
     """A source that is replaced sits with its state and with the ops that replace it."""
+    owner, task_of = layout.owner, layout.task_of
     parent = list(range(len(task_of)))
 
     def find(x: int) -> int:
@@ -347,8 +327,8 @@ def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
     state_home: dict[str, int] = {}
     for source, tensor in graph.replaced.items():
         task = task_of[source]
-        if fold.owner[tensor] in task_of:
-            join(task, task_of[fold.owner[tensor]])
+        if owner[tensor] in task_of:
+            join(task, task_of[owner[tensor]])
         op = graph.ops[source]
         if op.role in ("parameter", "state"):
             home = parameter_name(op.name, op.role)
