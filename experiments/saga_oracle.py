@@ -43,9 +43,10 @@ from devplace.instances.suites import find
 from devplace.machine import Machine
 from devplace.placers import Budget
 from devplace.problem import Placement, Problem
+from devplace.schedule import waiting_ops
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
-from devplace.simulator.in_order import simulate_in_order, waiting_ops
+from devplace.simulator.in_order import simulate_in_order
 from devplace.testing.hand import hand_machine, hand_problem
 from devplace.testing.layered import layered_problem
 
@@ -250,7 +251,7 @@ def theirs(case: Case, scheduler: str) -> dict[str, Any]:
         return {**row, "reason": reason}
     placement = from_saga(case.free, schedule)
     assert placement.order is not None
-    if waiting_ops(case.free, placement.order) is not None:
+    if waiting_ops(case.free.graph, placement.order) is not None:
         return {**row, "reason": "its order has a cycle"}
     for links, problem in _links(case):
         row[links] = simulate_in_order(problem, placement, placement.order).makespan_ns

@@ -54,7 +54,7 @@ from devplace.plan import Plan
 from devplace.problem import Placement, Problem
 from devplace.report import deviations
 from devplace.run.executors import make_executor
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 from devplace.simulator.in_order import simulate_in_order
 from devplace.step_capture import capture
 from devplace.step_capture.micro_batches.chunks import Known

@@ -18,7 +18,7 @@ from devplace.units import NS_PER_US
 
 if TYPE_CHECKING:
     from devplace.run.measured_timeline import MeasuredTimeline
-    from devplace.run.schedule import PlannedTransfer as ScheduledTransfer
+    from devplace.schedule import PlannedTransfer as ScheduledTransfer
 
 Event = dict[str, Any]
 Span = tuple[int, int, str, str, Event]

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from devplace.errors import InfeasibleError, InputError
 from devplace.problem import Placement, Problem
+from devplace.schedule import waiting_ops
 from devplace.simulator import make_kernel
-from devplace.simulator.in_order import simulate_in_order, waiting_ops
+from devplace.simulator.in_order import simulate_in_order
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -112,7 +113,7 @@ def _waiting(
                 raise InputError(f"More than {most} orders to try.")
             choices = (itertools.permutations(tasks.task_op[part].tolist()) for part in own)
             for order in itertools.product(*choices):
-                if waiting_ops(problem, order) is not None:
+                if waiting_ops(problem.graph, order) is not None:
                     continue
                 placement = Placement(problem.expand(row), None, order)
                 run = simulate_in_order(problem, placement, order).run

@@ -22,7 +22,7 @@ from devplace.placers.local_search.refine import improve_order, refine_placement
 from devplace.placers.local_search.starts import Starts, nested
 from devplace.placers.turns import placed_in_turn
 from devplace.problem import Placement, Problem
-from devplace.simulator.in_order import order_fault
+from devplace.schedule import order_fault
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -110,7 +110,8 @@ class Search:
         order = self.start.order
         if order is None:
             return ""
-        fault = order_fault(problem, problem.task_devices(self.start), order)
+        devices = problem.expand(problem.task_devices(self.start)).tolist()
+        fault = order_fault(problem.graph, devices, order, problem.machine.device_names)
         return f"of the start: {fault.rstrip('.')}" if fault else ""
 
     def __call__(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 
 from devplace.device_kinds import is_host
 from devplace.errors import PlanError
-from devplace.run.schedule import Instruction, PlannedTransfer, Schedule
-from devplace.simulator.send_lifetimes import (
+from devplace.schedule.rough_times import (
     JOINED_BYTES,
     PATIENCE,
     push_lane,
     rough_op_ns,
     rough_transfer_ns,
 )
+from devplace.schedule.schedule import Instruction, PlannedTransfer, Schedule
 
 Place = tuple[int, int]
 
@@ -97,10 +96,9 @@ def _candidates(
 
 
 def _duration_ns(schedule: Schedule, device: int, instruction: Instruction) -> int:
-    kind, node, _ = instruction
-    if kind != "call" or node.target is operator.getitem:
+    if instruction.kind != "call":
         return 0
-    op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
+    op = schedule.graph.ops[instruction.what]
     return rough_op_ns(op, is_host(schedule.device_names[device]))
 
 
