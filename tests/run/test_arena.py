@@ -21,7 +21,7 @@ from devplace.run.cuda.arena import (
 from devplace.run.cuda.device_memory import allowed_bytes, reserve_arena
 from devplace.schedule import Schedule, make_schedule
 from devplace.schedule.heap import SMALL_PAGE_BYTES
-from devplace.schedule.live import PushJoins
+from devplace.schedule.linear import PushJoins
 from devplace.schedule.write_back import write_backs
 from tests.run.tracing import snap, trace
 

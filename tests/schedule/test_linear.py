@@ -13,8 +13,8 @@ from devplace.graph import OpGraph
 from devplace.run.executors import accelerators_used
 from devplace.schedule import PlannedTransfer, Schedule, make_schedule
 from devplace.schedule.linear import (
+    PushJoins,
     come_with_others,
-    freed_before,
     joined_before,
     lane_of,
     linear_order,
@@ -187,7 +187,7 @@ def test_large_pushes_are_joined_once_they_should_be_over() -> None:
         order = [[i for i in ops if i != far], [far]]
         device_of = [int(i == far) for i in range(len(graph.ops))]
         schedule = make_schedule(graph, device_of, order, ("cuda:0", "cuda:1"))
-        found = freed_before(schedule)
+        found = PushJoins.of(schedule).when_over
         assert [len(found[0]), len(found[1])] == [joined, 0]
         for index, sends in found[0].items():
             sent = [i for i, (kind, _, t) in enumerate(schedule.instructions[0]) if t in sends]

@@ -17,8 +17,8 @@ from devplace.graph.program import Call
 from devplace.problem import Placement, Problem
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.schedule import Schedule, linear_order, make_schedule, write_backs
-from devplace.schedule.linear import lane_of
-from devplace.schedule.live import Change, PushJoins, memory_changes
+from devplace.schedule.linear import PushJoins, lane_of
+from devplace.schedule.live import Change, memory_changes
 from devplace.simulator.in_order import simulate_in_order
 from devplace.step_capture import capture
 from devplace.testing import hand_machine

@@ -3,7 +3,7 @@
 Executors carry schedules out, and the simulator reads from them what a step keeps in memory.
 """
 
-from devplace.schedule.linear import joined_before, linear_order, meeting_order
+from devplace.schedule.linear import PushJoins, linear_order, meeting_order
 from devplace.schedule.lowering import make_schedule
 from devplace.schedule.order import order_fault, waiting_ops
 from devplace.schedule.schedule import (
@@ -22,8 +22,8 @@ __all__ = [
     "Instruction",
     "InstructionKind",
     "PlannedTransfer",
+    "PushJoins",
     "Schedule",
-    "joined_before",
     "last_uses",
     "linear_order",
     "make_schedule",

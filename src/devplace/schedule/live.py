@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from devplace.graph import OpGraph
 from devplace.schedule.heap import Heap, HeapBlock
-from devplace.schedule.linear import freed_before, joined_before, lane_of, linear_order
+from devplace.schedule.linear import PushJoins, lane_of
 from devplace.schedule.schedule import Schedule, last_uses
 from devplace.schedule.write_back import DeviceWrites
-
-Joins = Mapping[int, tuple[int, ...]]
 
 
 class Change(NamedTuple):
@@ -29,23 +27,6 @@ class Change(NamedTuple):
     op: int
     taken: tuple[int, ...]
     freed: tuple[int, ...]
-
-
-class PushJoins(NamedTuple):
-    """Where each device waits for its pushes.
-
-    Attributes:
-        before_wait: Of `joined_before`.
-        when_over: Of `freed_before`, per device.
-    """
-
-    before_wait: Joins
-    when_over: Sequence[Joins]
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> PushJoins:
-        """As the executors choose them."""
-        return cls(joined_before(schedule, linear_order(schedule)), freed_before(schedule))
 
 
 def memory_changes(

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from devplace.problem import Problem
 from devplace.schedule import make_schedule, source_bytes, write_backs
 from devplace.schedule.heap import Heap, block_bytes
-from devplace.schedule.live import PushJoins, memory_changes, replay
+from devplace.schedule.linear import PushJoins
+from devplace.schedule.live import memory_changes, replay
 from devplace.simulator.critical import device_orders
 from devplace.simulator.reference import CoreTimeline
 

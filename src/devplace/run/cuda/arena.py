@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from devplace.schedule import DeviceWrites, Schedule
 from devplace.schedule.heap import BLOCK_BYTES, SMALL_PAGE_BYTES, Heap, block_bytes
-from devplace.schedule.live import PushJoins, memory_changes, replay
+from devplace.schedule.linear import PushJoins
+from devplace.schedule.live import memory_changes, replay
 
 # Beside the small tensors of the plan: those that ops and the capture itself need. With 4 MiB some
 # captures of BERT and GPT-2 still lacked a page.

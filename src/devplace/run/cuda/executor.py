@@ -402,7 +402,6 @@ class CudaExecutor:
                 mailroom,
                 self._devices,
                 self._random,
-                self._order,
                 self._writes,
                 eager.strides,
                 arena_bytes,

@@ -31,9 +31,7 @@ from devplace.run.cuda.rank_channels import RankChannels
 from devplace.run.cuda.timeouts import first_cause
 from devplace.run.cuda.timestamps import Clock, Clocks
 from devplace.run.workers import Workers
-from devplace.schedule import DeviceWrites, joined_before
-from devplace.schedule.linear import Place, freed_before
-from devplace.schedule.live import PushJoins
+from devplace.schedule import DeviceWrites, PushJoins
 
 
 @dataclass
@@ -59,7 +57,6 @@ class GraphRunner:
         mailroom: Receive buffers and flags.
         devices: The GPUs that do something, by index.
         random: Their random ops.
-        order: All instructions, of `linear_order`.
         writes: How each device replaces its sources.
         strides: Of `StateWrites`.
         arena_bytes: Device -> memory its step will need at once; asked for in one piece, so that
@@ -79,7 +76,6 @@ class GraphRunner:
         mailroom: PeerChannels | RankChannels,
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
-        order: list[Place],
         writes: tuple[DeviceWrites, ...],
         strides: dict[Any, tuple[int, ...]],
         arena_bytes: Mapping[int, int],
@@ -94,9 +90,7 @@ class GraphRunner:
         self._strides = strides
         self._arena_bytes = arena_bytes
         self.step_peak_bytes: dict[int, int] = {}
-        self._joins = PushJoins(
-            joined_before(mailroom.schedule, order), freed_before(mailroom.schedule)
-        )
+        self._joins = PushJoins.of(mailroom.schedule)
         self._ends = {index: torch.cuda.Event() for index in devices}
         self._plain = self._capture_all({})
         names = mailroom.schedule.device_names
