@@ -15,7 +15,7 @@ from devplace.schedule.rough_times import (
     rough_op_ns,
     rough_transfer_ns,
 )
-from devplace.schedule.schedule import Instruction, PlannedTransfer, Schedule
+from devplace.schedule.schedule import PlannedTransfer, Schedule
 
 Place = tuple[int, int]
 
@@ -72,6 +72,7 @@ def timed_order(schedule: Schedule) -> list[tuple[Place, int]]:
     waiting: dict[int, int] = {}  # transfer -> device
     ready: list[tuple[int, int]] = []  # a heap of (start, device)
     order: list[tuple[Place, int]] = []
+    ops, on_cpu = schedule.graph.ops, [is_host(name) for name in schedule.device_names]
 
     def go_on(device: int) -> None:
         if done[device] == len(schedule.instructions[device]):
@@ -89,7 +90,9 @@ def timed_order(schedule: Schedule) -> list[tuple[Place, int]]:
         instruction = schedule.instructions[device][done[device]]
         order.append(((device, done[device]), start))
         done[device] += 1
-        clock[device] = start + _duration_ns(schedule, device, instruction)
+        clock[device] = start + (
+            rough_op_ns(ops[instruction.what], on_cpu[device]) if instruction.kind == "call" else 0
+        )
         go_on(device)
         if instruction.kind == "send":
             num_bytes = schedule.transfers[instruction.transfer].num_bytes
@@ -99,13 +102,6 @@ def timed_order(schedule: Schedule) -> list[tuple[Place, int]]:
     if len(order) < sum(map(len, schedule.instructions)):
         raise PlanError("The devices wait for each other's tensors. Make the plan again.")
     return order
-
-
-def _duration_ns(schedule: Schedule, device: int, instruction: Instruction) -> int:
-    if instruction.kind != "call":
-        return 0
-    op = schedule.graph.ops[instruction.what]
-    return rough_op_ns(op, is_host(schedule.device_names[device]))
 
 
 class PushJoins(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from devplace.errors import PlanError
 from devplace.graph import OpGraph
 from devplace.schedule.order import order_fault
-from devplace.schedule.schedule import Instruction, PlannedTransfer, Schedule
+from devplace.schedule.schedule import Instruction, InstructionKind, PlannedTransfer, Schedule
 
 
 def make_schedule(
@@ -39,7 +39,7 @@ def make_schedule(
     if fault:
         raise PlanError(fault)
     devices = tuple(int(device) for device in device_of_op)
-    found = _Lowering(graph, devices, order, len(device_names), {})
+    found = _Lowering(graph, devices, order, len(device_names))
     final = _Lowering(graph, devices, order, len(device_names), found.first_need)
     return Schedule(
         graph=graph,
@@ -63,7 +63,7 @@ def make_schedule(
 
 
 class _Lowering:
-    """One pass over the order. The first pass finds the transfers, the second also sends them."""
+    """One pass over the order. The first finds the transfers, the second writes it all down."""
 
     def __init__(
         self,
@@ -71,17 +71,21 @@ class _Lowering:
         device_of_op: tuple[int, ...],
         order: Sequence[Sequence[int]],
         num_devices: int,
-        known: Mapping[tuple[int, int], int],
+        known: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
         self.instructions: list[list[Instruction]] = [[] for _ in range(num_devices)]
         self.first_need: dict[tuple[int, int], int] = {}
         self.results: list[list[tuple[int, int]]] = [[] for _ in range(num_devices)]
         self.holders: dict[int, set[int]] = {}
         self._graph = graph
-        self._replaced = graph.replaced
         self._producer, self._storage, self._carrier = graph.producer, graph.storage, graph.carrier
         self._device_of_op = device_of_op
+        self._is_first, known = known is None, known or {}
         self._index = {key: index for index, key in enumerate(known)}
+        self._is_read_only = [
+            op.is_source and i not in graph.replaced for i, op in enumerate(graph.ops)
+        ]
+        self._num_instructions = [0] * num_devices
         self._sends: dict[int, list[tuple[int, int, int]]] = {}
         for (tensor, dst), position in known.items():
             owner = self._producer[self._storage[tensor]]
@@ -97,18 +101,22 @@ class _Lowering:
                 self._send_results_of(device, op)
         self._finish()
 
+    def _write(self, device: int, kind: InstructionKind, what: int, transfer: int = -1) -> None:
+        self._num_instructions[device] += 1
+        if not self._is_first:
+            self.instructions[device].append(Instruction(kind, what, transfer))
+
     def _send_results_of(self, device: int, op: int) -> None:
         for _, dst, tensor in sorted(self._sends.get(op, ())):
             self._need(device, tensor)
-            index = self._index[tensor, dst]
-            self.instructions[device].append(Instruction("send", tensor, index))
+            self._write(device, "send", tensor, self._index[tensor, dst])
 
     def _call(self, device: int, op: int) -> None:
         record = self._graph.ops[op]
         for tensor in record.inputs:
             if tensor not in self._present[device]:
                 self._need(device, tensor)
-        self.instructions[device].append(Instruction("call", op))
+        self._write(device, "call", op)
         self._present[device].update(record.outputs)
 
     def _need(self, device: int, tensor: int) -> None:
@@ -117,21 +125,19 @@ class _Lowering:
             return
         op = self._producer[tensor]
         record, is_here = self._graph.ops[op], self._device_of_op[op] == device
-        if record.is_source and (is_here or op not in self._replaced):
+        if record.is_source and (is_here or self._is_read_only[op]):
             self.holders[op].add(device)
-            self.instructions[device].append(Instruction("load", tensor))
+            self._write(device, "load", tensor)
         elif record.is_view and (is_here or self._is_made_again(tensor)):
             self._call(device, op)
         else:
-            self.first_need.setdefault((tensor, device), len(self.instructions[device]))
-            index = self._index.get((tensor, device), -1)
-            self.instructions[device].append(Instruction("receive", tensor, index))
+            self.first_need[tensor, device] = self._num_instructions[device]
+            self._write(device, "receive", tensor, self._index.get((tensor, device), -1))
         self._present[device].add(tensor)
 
     def _is_made_again(self, view: int) -> bool:
         """Whether another device makes a view again from its base instead of receiving it."""
-        owner = self._producer[self._storage[view]]
-        is_read_only = self._graph.ops[owner].is_source and owner not in self._replaced
+        is_read_only = self._is_read_only[self._producer[self._storage[view]]]
         return is_read_only or self._carrier[view] != view
 
     def _finish(self) -> None:
@@ -142,5 +148,5 @@ class _Lowering:
             self._need(home, result.tensor)
             self.results[home].append((index, result.tensor))
         for op, devices in self.holders.items():
-            if op in self._replaced or not devices:
+            if not self._is_read_only[op] or not devices:
                 devices.add(self._device_of_op[op])

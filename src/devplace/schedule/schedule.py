@@ -107,8 +107,8 @@ def last_uses(schedule: Schedule, device: int) -> dict[int, list[int]]:
     """Instruction -> tensors that nothing on the device needs after it, results apart."""
     last: dict[int, int] = {}
     for index, instruction in enumerate(schedule.instructions[device]):
-        last.update(dict.fromkeys(schedule.made_by(instruction), index))
-        last.update(dict.fromkeys(schedule.read_by(instruction), index))
+        for tensor in (*schedule.made_by(instruction), *schedule.read_by(instruction)):
+            last[tensor] = index
     for _, tensor in schedule.results[device]:
         last.pop(tensor, None)
     dead: dict[int, list[int]] = {}
