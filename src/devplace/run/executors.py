@@ -80,7 +80,7 @@ def make_executor(
         if processes is not None:
             copy = processes.copy
         return CpuExecutor(schedule, seed, copy, keeps_old_state, processes)
-    module, _, name = kind_of(schedule.graph.program.device).executor.partition(":")
+    module, _, name = kind_of(schedule.captured.program.device).executor.partition(":")
     executor: Executor = getattr(import_module(module), name)(
         schedule,
         seed,
