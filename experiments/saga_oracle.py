@@ -135,8 +135,10 @@ def as_saga(problem: Problem) -> tuple[Any, Any]:
     saga = import_module("saga")
     tasks, wires = problem.core.tasks, problem.core.wires
     apart = ~np.eye(problem.core.num_devices, dtype=bool)
-    assert len(wires.transfer_ns) == len(np.unique(wires.latency_ns[apart])) == 1
-    edge_ns = wires.transfer_ns[0] + wires.latency_ns[apart][0]
+    assert (
+        len(wires.transfers.transfer_ns) == len(np.unique(wires.transfers.latency_ns[apart])) == 1
+    )
+    edge_ns = wires.transfers.transfer_ns[0] + wires.transfers.latency_ns[apart][0]
     cost, names = wires.duration_ns[:, 0], problem.machine.device_names
     assert not tasks.is_source.any()
     assert tasks.num_groups == tasks.num_tasks

@@ -253,7 +253,7 @@ def test_parts_of_very_long_transfers_are_whole():
         f"a = f bytes={size} ns=1\nb = f(a) bytes=1 ns=1\nc = g(a) bytes=1 ns=1",
         dataclasses.replace(machine, links=links),
     )
-    assert problem.core.wires.send_ns[0, 0] == size + 1
+    assert problem.core.wires.transfers.send_ns[0, 0] == size + 1
     placement = Placement(np.array([0, 1, 0], np.int32))
     verdict = verify_placement(problem, placement)
     assert verdict.step_ns == simulate(problem, placement).makespan_ns

@@ -10,21 +10,19 @@ to them. In shapes `N` is tasks, `T` carriers, `S` storages,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.cost import CostTable, transfer_times
-from devplace.cost.batch_copies import copy_times
+from devplace.cost import CostTable
 from devplace.graph import OpGraph
 from devplace.graph.coarsen import parameter_name
 from devplace.graph.overwrite import overwritten_sources
-from devplace.machine import Link, Machine
-from devplace.machine.machine import channels_of
+from devplace.machine import Machine
+from devplace.problem.transfers import Transfers, pointers, price_transfers
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -120,15 +118,7 @@ class Wires:
 
     Attributes:
         duration_ns: Time of each task on each device. `[N, D]`
-        transfer_ns: Time each carrier occupies a link of each kind. `[C, T]`
-        channel_ns: Time it occupies the link's channels, which other links may share. `[C, T]`
-        queues: 1 if it waits for channels and for others that do, 0 if it has a lane of its own,
-            2 if it waits for nothing; uint8. `[C, T]`
-        send_ns, receive_ns: Time it takes of the sender's and the receiver's ops. `[C, T]`
-        link_class: Kind of link of each ordered pair, -1 on the diagonal. `[D, D]`
-        latency_ns: `[D, D]`
-        channel_ptr, channel: Channels of pair `d * D + e`. `[D*D+1]`, `[..]`
-        num_channels: Number of channels.
+        transfers: Of carriers between devices, and copies of the batch.
         streams: Ops a device runs at once. `[D]`
         limit_bytes: Memory a device may use. `[D]`
         fixed_buffers: Whether what is received and what outlives the step has fixed addresses
@@ -138,28 +128,16 @@ class Wires:
             buffers. `[D]`
         pool: Memory pool of each device, -1 for none. `[D]`
         pool_limit_bytes: `[P]`
-        copy_ns: Time to copy each read-only source to each device before the step begins; only
-            those of the batch take any. `[K, D]`
     """
 
     duration_ns: I64
-    transfer_ns: I64
-    channel_ns: I64
-    queues: NDArray[np.uint8]
-    link_class: I32
-    latency_ns: I64
-    send_ns: I64
-    receive_ns: I64
-    channel_ptr: I32
-    channel: I32
-    num_channels: int
+    transfers: Transfers
     streams: I32
     limit_bytes: I64
     fixed_buffers: NDArray[np.uint8]
     held_bytes: I64
     pool: I32
     pool_limit_bytes: I64
-    copy_ns: I64
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,31 +147,33 @@ class Core:
     tasks: Tasks
     wires: Wires
 
+    @property
+    def transfers(self) -> Transfers:
+        """What transfers take."""
+        return self.wires.transfers
+
     def batch_ns(self, device: I32) -> int:
         """Time it takes to copy the batch to the devices that read it, one copy after the other.
 
         Args:
             device: Device of each task. int32 `[N]`
         """
-        tasks, total = self.tasks, 0
-        for const in np.flatnonzero(self.wires.copy_ns.any(axis=1)).tolist():
-            users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
-            total += int(self.wires.copy_ns[const, np.unique(device[users])].sum())
-        return total
+        transfers = self.transfers
+        return sum(
+            int(transfers.copy_ns[const, np.unique(device[users])].sum())
+            for const, users in self.copied()
+        )
+
+    def copied(self) -> Iterator[tuple[int, I32]]:
+        """Read-only sources whose copies take time, and the tasks that read each."""
+        tasks = self.tasks
+        for const in self.transfers.copied:
+            yield const, tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
 
     @property
     def num_devices(self) -> int:
         """Number of devices."""
         return len(self.wires.streams)
-
-
-def pointers(lists: Iterable[Sequence[int]]) -> tuple[I32, I32]:
-    """Compressed rows of `lists`: offsets and concatenated values."""
-    rows = list(lists)
-    ptr = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=ptr[1:])
-    flat = np.fromiter((x for row in rows for x in row), np.int32, int(ptr[-1]))
-    return ptr, flat
 
 
 class _Layout:
@@ -354,74 +334,30 @@ def build_wires(
         limit_bytes: Memory a device may use. `[D]`
         batch_on: Device on which the batch lies; default: the host.
     """
-    names = machine.device_names
-    count = len(names)
-    link_class = np.full((count, count), -1, np.int32)
-    latency = np.zeros((count, count), np.int64)
-    kinds: dict[Link, int] = {}
-    channels: dict[str, int] = {}
-    rows: list[list[int]] = []
-    for d, src in enumerate(names):
-        for e, dst in enumerate(names):
-            link = machine.path(src, dst) if d != e else None
-            if link is None:
-                rows.append([])
-                continue
-            link_class[d, e] = kinds.setdefault(_kind(link), len(kinds))
-            latency[d, e] = link.latency_ns
-            rows.append([channels.setdefault(c, len(channels)) for c in channels_of(link)])
-    times = np.zeros((max(1, len(kinds)), len(tasks.carrier_bytes)), np.int64)
-    send, receive, shared = times.copy(), times.copy(), times.copy()
-    queues = np.ones(times.shape, np.uint8)
-    for link, row in kinds.items():
-        times[row] = transfer_times(tasks.carrier_bytes, link)
-        at_full_rate = transfer_times(tasks.carrier_bytes, msgspec.structs.replace(link, points=()))
-        shared[row] = np.minimum(times[row], at_full_rate)
-        queues[row] = 2 if link.parallel else tasks.carrier_bytes >= link.engine_bytes
-        send[row] = link.send_overhead_ns + _part(link.send_share, times[row])
-        receive[row] = link.receive_overhead_ns + _part(link.receive_share, times[row])
-    channel_ptr, channel = pointers(rows)
     pools = {pool.name: i for i, pool in enumerate(machine.pools)}
     reserve = {name: 0 for name in pools}
     for device in machine.devices:
         if device.pool:
             reserve[device.pool] += device.reserve_bytes
-    copies = copy_times(tasks.const_bytes, machine, batch_on)
-    copies[tasks.is_input == 0] = 0
     durations = costs.compute_ns[tasks.task_op]
     durations[tasks.is_source.astype(bool)] = 0
     return Wires(
         duration_ns=np.ascontiguousarray(durations, np.int64),
-        transfer_ns=times,
-        channel_ns=shared,
-        queues=queues,
-        link_class=link_class,
-        latency_ns=latency,
-        send_ns=send,
-        receive_ns=receive,
-        channel_ptr=channel_ptr,
-        channel=channel,
-        num_channels=len(channels),
+        transfers=price_transfers(
+            tasks.carrier_bytes, tasks.const_bytes, tasks.is_input, machine, batch_on
+        ),
         streams=np.array([device.streams for device in machine.devices], np.int32),
         limit_bytes=np.array(limit_bytes, np.int64),
         fixed_buffers=np.array(
             [device.traits.fixed_addresses for device in machine.devices], np.uint8
         ),
-        held_bytes=np.zeros(count, np.int64) if costs.held_bytes is None else costs.held_bytes,
+        held_bytes=(
+            np.zeros(len(machine.devices), np.int64)
+            if costs.held_bytes is None
+            else costs.held_bytes
+        ),
         pool=np.array([pools.get(device.pool, -1) for device in machine.devices], np.int32),
         pool_limit_bytes=np.array(
             [max(0, pool.memory_bytes - reserve[pool.name]) for pool in machine.pools], np.int64
         ),
-        copy_ns=copies,
     )
-
-
-def _part(share: float, times: I64) -> I64:
-    """A part of each time, rounded; whole before anything is added, which a float may not hold."""
-    rounded: I64 = np.rint(share * times).astype(np.int64)
-    return rounded
-
-
-def _kind(link: Link) -> Link:
-    """What prices a transfer on a link, whoever it joins."""
-    return msgspec.structs.replace(link, src="", dst="", channels=(), latency_ns=0, usable=True)

@@ -106,12 +106,11 @@ class Problem:
 
     def _check_times(self) -> None:
         """One thing after the other, everything sent everywhere: even that must fit 64 bits."""
-        wires = self.core.wires
-        each = (wires.transfer_ns + wires.send_ns + wires.receive_ns).max(axis=0)
-        once = float(wires.latency_ns.max())
-        transfers = (each + once).sum(dtype=float) * (len(wires.streams) - 1)
-        total = wires.duration_ns.max(axis=1).sum(dtype=float) + transfers
-        total += wires.copy_ns.sum(dtype=float)
+        wires, transfers = self.core.wires, self.core.transfers
+        each = transfers.dearest_ns + float(transfers.latency_ns.max())
+        total = wires.duration_ns.max(axis=1).sum(dtype=float)
+        total += each.sum(dtype=float) * (len(wires.streams) - 1)
+        total += transfers.copy_ns.sum(dtype=float)
         if total >= 2**62:
             raise ProblemError(
                 f"The times of a step must fit 64 bits: these add up to {total / NS_PER_S:.2g} s. "

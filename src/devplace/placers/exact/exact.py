@@ -256,7 +256,7 @@ class _Solve:
 
 def _longest(problem: Problem) -> int:
     """No schedule takes longer: one thing after the other, everything sent everywhere."""
-    wires = problem.core.wires
-    each = (wires.transfer_ns + wires.send_ns + wires.receive_ns).max(axis=0)
-    moves = (each + int(wires.latency_ns.max(initial=0))).sum() * (len(wires.streams) - 1)
-    return int(wires.duration_ns.max(axis=1).sum() + moves + wires.copy_ns.sum())
+    wires, transfers = problem.core.wires, problem.core.transfers
+    each = transfers.dearest_ns + int(transfers.latency_ns.max(initial=0))
+    moves = each.sum() * (len(wires.streams) - 1)
+    return int(wires.duration_ns.max(axis=1).sum() + moves + transfers.copy_ns.sum())

@@ -41,7 +41,7 @@ def num_constraints(problem: Problem, of_group: I32, allowed: Bools) -> int:
     makers = allowed[home].astype(np.int64)
     others = makers.sum(axis=1, keepdims=True) - makers
     each = int((np.where(readers > 0, readers + 5, 0) * others).sum())
-    queued = (wires.queues != 2).any(axis=0)[:, None]
+    queued = (wires.transfers.queues != 2).any(axis=0)[:, None]
     on_link = (makers * queued).T @ (readers > 0)
     sizes = on_link[~np.eye(len(on_link), dtype=bool)]
     in_order = sizes[sizes <= most_in_order(sizes.tolist())]

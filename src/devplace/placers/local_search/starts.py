@@ -156,7 +156,8 @@ def nested(problem: Problem) -> list[int]:
     wires, fast = problem.core.wires, problem.accelerators
     work = wires.duration_ns.sum(axis=0)
     left = [d for d in problem.usable_devices if d in fast or work[d] <= work[fast].max()]
-    way = wires.transfer_ns.sum(axis=1)[wires.link_class] + wires.latency_ns
+    transfers = problem.core.transfers
+    way = transfers.transfer_ns.sum(axis=1)[transfers.link_class] + transfers.latency_ns
     chosen: list[int] = []
     while left:
         links = (way[left][:, chosen] + way[chosen][:, left].T).sum(axis=1)

@@ -89,11 +89,11 @@ def cut_ns(problem: Problem, of_task: I32, count: int, devices: list[int]) -> F6
 
     By the slowest link between two of the devices; forward and backward tensors alike.
     """
-    tasks, wires = problem.core.tasks, problem.core.wires
-    kinds = np.unique([wires.link_class[d, e] for d in devices for e in devices if d != e])
+    tasks, transfers = problem.core.tasks, problem.core.transfers
+    kinds = np.unique([transfers.link_class[d, e] for d in devices for e in devices if d != e])
     if not len(kinds):
         return np.zeros(count)
-    slowest = wires.transfer_ns[kinds].max(axis=0)
+    slowest = transfers.transfer_ns[kinds].max(axis=0)
     first = of_task[tasks.carrier_maker].astype(np.int64)
     last = first.copy()
     carrier = np.repeat(np.arange(len(first)), np.diff(tasks.cons_ptr))
