@@ -173,7 +173,7 @@ def from_saga(problem: Problem, schedule: Any) -> Placement:
         row = tuple(int(task.name) for task in schedule[name] if not task.name.startswith("__"))
         devices[list(row)] = index
         order.append(row)
-    placed = problem.expand(devices[problem.core.tasks.task_op])
+    placed = problem.spaces.op_devices(devices[problem.core.tasks.task_op])
     return Placement(placed, order=tuple(order))
 
 

@@ -127,7 +127,7 @@ def with_priority(problem: Problem, placement: Placement) -> Placement:
         return placement
     device = problem.task_devices(placement)
     priority = make_kernel(problem.core).priority(device)
-    found = Placement(placement.devices, problem.op_priority(priority), placement.order)
+    found = Placement(placement.devices, problem.spaces.ops_from_tasks(priority), placement.order)
     if found.order is not None:
         return found
     merit = partial(_merit, problem)

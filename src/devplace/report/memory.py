@@ -116,9 +116,9 @@ class _Lifetimes:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.tasks = tasks = timeline.problem.core.tasks
-        self.device = timeline.devices[tasks.task_op]
-        self.start = timeline.start_ns[tasks.task_op]
-        self.finish = timeline.finish_ns[tasks.task_op]
+        self.device = timeline.task_devices
+        self.start = timeline.run.start_ns
+        self.finish = timeline.run.finish_ns
         self.owner = tasks.storage_maker
         self.edge_carrier = np.repeat(np.arange(len(tasks.carrier_bytes)), np.diff(tasks.cons_ptr))
         self.category = _categories(timeline, self.owner, self.edge_carrier)

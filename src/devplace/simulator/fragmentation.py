@@ -63,7 +63,7 @@ class StepHeaps:
         task_op = problem.core.tasks.task_op
         self._schedule = make_schedule(
             problem.graph,
-            problem.expand(device).tolist(),
+            problem.spaces.op_devices(device).tolist(),
             [task_op[order].tolist() for order in orders],
             problem.machine.device_names,
         )

@@ -8,7 +8,7 @@ from devplace.errors import ProblemError
 from devplace.problem import Placement, Problem
 from devplace.schedule.order import Order, order_fault
 from devplace.simulator.kernel import make_kernel
-from devplace.simulator.timeline import Timeline, expand, priorities
+from devplace.simulator.timeline import Timeline, priorities, timeline_of
 
 
 def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> Timeline:
@@ -28,7 +28,7 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
             fit the problem's ops and devices.
     """
     device = problem.task_devices(placement)
-    devices = problem.expand(device).tolist()
+    devices = problem.spaces.op_devices(device).tolist()
     fault = order_fault(problem.graph, devices, order, problem.machine.device_names)
     if fault:
         raise ProblemError(fault)
@@ -36,9 +36,9 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
     priority = priorities(problem, placement, device, kernel)
     turn = np.zeros(tasks.num_tasks, np.int64)
     for streams, row in zip(problem.core.wires.streams, order, strict=True):
-        places = tasks.op_task[np.array(row, np.int64)]
+        places = problem.spaces.tasks_of(row)
         turn[places] = np.arange(len(row), 0, -1)
         if streams > 1:
             priority[places] = turn[places]
     run = kernel.trace(device, priority, turn)
-    return expand(problem, device, run)
+    return timeline_of(problem, device, run)

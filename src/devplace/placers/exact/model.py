@@ -130,7 +130,7 @@ class StepModel:
         return self._on[int(self._of_task[task])]
 
     def _place(self) -> None:
-        self._of_task = self.space.of_group[self._tasks.group]
+        self._of_task = self.problem.spaces.tasks_from_groups(self.space.of_group)
         self._on: list[dict[int, Any]] = []
         for c, row in enumerate(self.space.allowed):
             devices = np.flatnonzero(row).tolist()

@@ -32,7 +32,7 @@ def num_constraints(problem: Problem, of_group: I32, allowed: Bools) -> int:
         allowed: Devices each class may go to. `[C, D]`
     """
     tasks, wires = problem.core.tasks, problem.core.wires
-    of_task = of_group[tasks.group]
+    of_task = problem.spaces.tasks_from_groups(of_group)
     home, reader = of_task[tasks.carrier_maker], of_task[tasks.cons]
     carrier = np.repeat(np.arange(len(home)), np.diff(tasks.cons_ptr))
     away = reader != home[carrier]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.colocation_groups import legal, op_devices
+from devplace.placers.colocation_groups import legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.ledger import MemoryLedger
 from devplace.problem import Placement, Problem
@@ -145,7 +145,7 @@ class ListSchedule:
         wish = np.full(self.problem.core.tasks.num_groups, default, np.int32)
         for own, group in zip(self.problem.core.tasks.group, self.group, strict=True):
             wish[own] = self.group_device[group] if self.group_device[group] >= 0 else default
-        return Placement(op_devices(self.problem, legal(self.problem, wish)))
+        return Placement(self.problem.spaces.op_devices_of_groups(legal(self.problem, wish)))
 
     def by_start(self) -> Placement:
         """The finished placement; of ready tasks the one that the schedule starts first goes first.
@@ -155,17 +155,14 @@ class ListSchedule:
         rank = np.zeros(self.num_tasks, np.int64)
         runs = self._sorted_runs()
         rank[runs] = np.arange(len(runs), 0, -1)
-        return Placement(self.placement().devices, self.problem.op_priority(rank))
+        return Placement(self.placement().devices, self.problem.spaces.ops_from_tasks(rank))
 
     def in_order(self) -> Placement:
         """The same, and every device keeps to the schedule's order, idle where that has it wait."""
         listed = self.by_start()
-        tasks = self.problem.core.tasks
-        device = self.problem.task_devices(listed).tolist()
-        rows: list[list[int]] = [[] for _ in range(self.num_devices)]
-        for task in self._sorted_runs():
-            rows[device[task]].append(int(tasks.task_op[task]))
-        return Placement(listed.devices, listed.priority, tuple(tuple(row) for row in rows))
+        device = self.problem.task_devices(listed)
+        order = self.problem.spaces.order_of(self._sorted_runs(), device, self.num_devices)
+        return Placement(listed.devices, listed.priority, order)
 
     def _sorted_runs(self) -> list[int]:
         """Tasks by start.

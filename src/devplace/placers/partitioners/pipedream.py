@@ -11,7 +11,6 @@ from devplace.placers.colocation_groups import (
     I32,
     by_vote,
     mean_duration_ns,
-    op_devices,
 )
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import module_chain
@@ -70,7 +69,7 @@ def pipeline_over(problem: Problem, devices: list[int], most: int = 500) -> Plac
     assert stage is not None, "without memory limits one device holds everything"
     wish = np.array(devices, np.int32)[stage][of_task]
     groups = by_vote(problem, wish.astype(np.int32), mean_duration_ns(problem))
-    return Placement(op_devices(problem, groups))
+    return Placement(problem.spaces.op_devices_of_groups(groups))
 
 
 def _chain(problem: Problem, most: int) -> tuple[I32, F64]:
