@@ -215,6 +215,18 @@ class OpGraph:
         return tuple(found)
 
     @cached_property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Per op the ops whose results it needs: no sources, and views looked through."""
+        owner = [self.producer[tensor] for tensor in self.storage]
+        runs = [not (op.is_source or op.is_view) for op in self.ops]
+        return tuple(
+            tuple(sorted({owner[tensor] for tensor in op.inputs if runs[owner[tensor]]}))
+            if runs[index]
+            else ()
+            for index, op in enumerate(self.ops)
+        )
+
+    @cached_property
     def op_index(self) -> dict[str, int]:
         """Index of each op by name."""
         return {op.name: index for index, op in enumerate(self.ops)}

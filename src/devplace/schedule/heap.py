@@ -113,7 +113,39 @@ class HeapBlock(NamedTuple):
     size: int
 
 
-class Heap:
+class HeapTally:
+    """How much small and large tensors take at once, wherever they lie.
+
+    Attributes:
+        peak_bytes: The most that all tensors took at once.
+        large_peak_bytes: The most that large tensors took at once.
+    """
+
+    def __init__(self) -> None:
+        self._now = self._large_now = 0
+        self.peak_bytes = self.large_peak_bytes = 0
+
+    def take(self, num_bytes: int) -> HeapBlock:
+        """Memory for a tensor."""
+        size = block_bytes(num_bytes)
+        self._now += size
+        if self._now > self.peak_bytes:
+            self.peak_bytes = self._now
+        if size <= MAX_SMALL_BYTES:
+            return HeapBlock(True, 0, size)
+        self._large_now += size
+        if self._large_now > self.large_peak_bytes:
+            self.large_peak_bytes = self._large_now
+        return HeapBlock(False, 0, size)
+
+    def give(self, block: HeapBlock) -> None:
+        """Free it."""
+        self._now -= block.size
+        if not block.is_small:
+            self._large_now -= block.size
+
+
+class Heap(HeapTally):
     """The two pieces that a GPU's tensors come from.
 
     Args:
@@ -122,8 +154,6 @@ class Heap:
 
     Attributes:
         small, large: The pieces.
-        peak_bytes: The most that all tensors took at once.
-        large_peak_bytes: The most that large tensors took at once.
     """
 
     def __init__(
@@ -132,10 +162,9 @@ class Heap:
         small_page_bytes: int = SMALL_PAGE_BYTES,
         large_page_bytes: int = LARGE_PAGE_BYTES,
     ) -> None:
+        super().__init__()
         self.small = Piece(small_page_bytes)
         self.large = Piece(large_page_bytes, large_bytes)
-        self._now = [0, 0]  # bytes of large and small tensors
-        self.peak_bytes = self.large_peak_bytes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -144,16 +173,12 @@ class Heap:
 
     def take(self, num_bytes: int) -> HeapBlock:
         """Memory for a tensor."""
-        size = block_bytes(num_bytes)
-        is_small = size <= MAX_SMALL_BYTES
-        self._now[is_small] += size
-        self.large_peak_bytes = max(self.large_peak_bytes, self._now[False])
-        self.peak_bytes = max(self.peak_bytes, sum(self._now))
+        is_small, _, size = super().take(num_bytes)
         return HeapBlock(is_small, (self.small if is_small else self.large).take(size), size)
 
     def give(self, block: HeapBlock) -> None:
         """Free it."""
-        self._now[block.is_small] -= block.size
+        super().give(block)
         (self.small if block.is_small else self.large).give(block.address, block.size)
 
 

@@ -192,13 +192,40 @@ def joined_before(
     }
     joins: dict[int, tuple[int, ...]] = {}
     for instructions in schedule.instructions:
-        pending: dict[int, list[int]] = {}
+        lanes: dict[int, _Lane] = {}
         for kind, _, transfer in instructions:
             if kind == "send":
-                pending.setdefault(lane(schedule.transfers[transfer]), []).append(transfer)
+                own = lanes.setdefault(lane(schedule.transfers[transfer]), _Lane())
+                own.push(position[transfer], transfer)
             elif kind == "receive":
-                joins[transfer] = _take_due(pending, position, position[transfer])
+                now = position[transfer]
+                due = [lane_.due(now) for lane_ in lanes.values()]
+                joins[transfer] = tuple(send for send in due if send is not None)
     return joins
+
+
+class _Lane:
+    """What one stream of a device has sent and not joined, by when it is waited for."""
+
+    def __init__(self) -> None:
+        self._sent: list[int] = []
+        self._num_joined = 0
+        self._waits: list[tuple[int, int]] = []  # a heap of (position of the wait, place in sent)
+
+    def push(self, position: int, transfer: int) -> None:
+        """A send."""
+        heappush(self._waits, (position, len(self._sent)))
+        self._sent.append(transfer)
+
+    def due(self, now: int) -> int | None:
+        """The last send that is waited for before this position; with it all before it are over."""
+        last = -1
+        while self._waits and self._waits[0][0] < now:
+            last = max(last, heappop(self._waits)[1])
+        if last < self._num_joined:
+            return None
+        self._num_joined = last + 1
+        return self._sent[last]
 
 
 def come_with_others(
@@ -233,13 +260,3 @@ def come_with_others(
             elif record.num_bytes:  # what is empty is never sent
                 seen[way] = turn[transfer]
     return frozenset(found)
-
-
-def _take_due(pending: dict[int, list[int]], position: dict[int, int], now: int) -> tuple[int, ...]:
-    due = []
-    for sends in pending.values():
-        last = max((k for k, send in enumerate(sends) if position[send] < now), default=None)
-        if last is not None:
-            due.append(sends[last])
-            del sends[: last + 1]
-    return tuple(due)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from devplace.graph import OpGraph
-from devplace.schedule.heap import Heap, HeapBlock
+from devplace.schedule.heap import HeapBlock, HeapTally
 from devplace.schedule.linear import PushJoins, lane_of
-from devplace.schedule.schedule import Schedule, last_uses
+from devplace.schedule.schedule import Schedule
 from devplace.schedule.write_back import DeviceWrites
 
 
@@ -23,10 +23,10 @@ class Change(NamedTuple):
         freed: Tensors that nothing needs after it.
     """
 
-    joined: tuple[int, ...]
+    joined: Sequence[int]
     op: int
-    taken: tuple[int, ...]
-    freed: tuple[int, ...]
+    taken: Sequence[int]
+    freed: Sequence[int]
 
 
 def memory_changes(
@@ -47,31 +47,35 @@ def memory_changes(
     Complexity: O(I + E) for I instructions with E arguments.
     """
     live = _Live(schedule)
-    dead = last_uses(schedule, device)
+    in_place = {index for index, some in writes.after.items() if any(w.is_in_place for w in some)}
+    in_place |= writes.scratch.keys()
     when_over = joins.when_over[device]
-    for index, instruction in enumerate(schedule.instructions[device]):
-        kind, what, transfer = instruction
-        due = when_over.get(index, ())
-        if kind == "receive":
-            due = (*due, *joins.before_wait.get(transfer, ()))
-        joined = [tensor for send in due for tensor in live.join(send)]
-        taken: tuple[int, ...] = ()
+    for index, (kind, what, transfer) in enumerate(schedule.instructions[device]):
+        joined: list[int] = []
+        for send in when_over.get(index, ()):
+            live.join(send, joined)
+        taken: list[int] = []
         if kind == "call":
-            over = {write.output for write in writes.fused.get(index, ())}
-            taken = live.call(what, writes.in_place(index) is not None, over)
+            over = writes.fused.get(index)
+            places = {write.output for write in over} if over else ()
+            live.call(what, index in in_place, places, taken)
         elif kind == "send":
             live.send(transfer, what)
+        elif kind == "receive":
+            for send in joins.before_wait.get(transfer, ()):
+                live.join(send, joined)
         freed: list[int] = []
         for write in writes.after.get(index, ()):
             if write.may_stand_in:
-                freed += live.drop(write.tensor)
-        for tensor in (*writes.drops.get(index, ()), *dead.get(index, ())):
-            freed += live.drop(tensor)
-        yield Change(tuple(joined), what if kind == "call" else -1, taken, tuple(freed))
+                live.drop(write.tensor, freed)
+        for gone in (writes.drops.get(index), writes.dead.get(index)):
+            for tensor in gone or ():
+                live.drop(tensor, freed)
+        yield Change(joined, what if kind == "call" else -1, taken, freed)
 
 
 def replay(
-    changes: Iterable[Change], graph: OpGraph, heap: Heap, workspace_bytes: Mapping[int, int]
+    changes: Iterable[Change], graph: OpGraph, heap: HeapTally, workspace_bytes: Mapping[int, int]
 ) -> None:
     """Take and give memory as a step does; an op has its workspace beside its outputs.
 
@@ -82,14 +86,14 @@ def replay(
         workspace_bytes: Op -> workspace, of ops that have one.
     """
     lying: dict[int, HeapBlock] = {}
+    tensors = graph.tensors
     for joined, op, taken, freed in changes:
         for tensor in joined:
             heap.give(lying.pop(tensor))
         for tensor in taken:
-            lying[tensor] = heap.take(graph.tensors[tensor].num_bytes)
-        workspace = workspace_bytes.get(op, 0)
-        if workspace:
-            heap.give(heap.take(workspace))
+            lying[tensor] = heap.take(tensors[tensor].num_bytes)
+        if op in workspace_bytes:
+            heap.give(heap.take(workspace_bytes[op]))
         for tensor in freed:
             heap.give(lying.pop(tensor))
 
@@ -98,58 +102,51 @@ class _Live:
     """In whose memory each value of a device lies, and how much still needs that."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self._graph, self._transfers = schedule.graph, schedule.transfers
         self._memory: dict[int, int] = {}  # of each value; not there if it lies elsewhere
-        self._uses: Counter[int] = Counter()
-        self._pending: dict[int, deque[tuple[int, int]]] = {}
+        self._uses: dict[int, int] = {}
+        self._pending: dict[int, deque[tuple[int, int | None]]] = {}
         self._joined: set[int] = set()
 
-    def call(self, op: int, is_in_place: bool, over: set[int]) -> tuple[int, ...]:
-        """An op gives its outputs, those `over` in older memory; gives what takes memory."""
-        graph = self._schedule.graph
-        record = graph.ops[op]
+    def call(self, op: int, is_in_place: bool, over: Collection[int], taken: list[int]) -> None:
+        """An op gives its outputs, those `over` in older memory; `taken` gets what takes memory."""
+        record, memory = self._graph.ops[op], self._memory
         if record.is_view:
-            base = self._memory.get(record.alias_of, -1)
-            for tensor in record.outputs:
-                if base >= 0 and tensor not in self._memory:
-                    self._hold(tensor, base)
-            return ()
-        taken = tuple(
-            tensor
-            for place, tensor in enumerate(record.outputs)
-            if not is_in_place and place not in over and graph.tensors[tensor].num_bytes
-        )
-        for tensor in taken:
-            self._hold(tensor, tensor)
-        return taken
+            base = memory.get(record.alias_of)
+            if base is not None:
+                for tensor in record.outputs:
+                    if tensor not in memory:
+                        memory[tensor] = base
+                        self._uses[base] += 1
+        elif not is_in_place:
+            for place, tensor in enumerate(record.outputs):
+                if place not in over and self._graph.tensors[tensor].num_bytes:
+                    memory[tensor] = tensor
+                    self._uses[tensor] = 1
+                    taken.append(tensor)
 
-    def drop(self, tensor: int) -> list[int]:
-        """Nothing needs a value any more; gives the tensor whose memory that frees, if any."""
-        return self._release(self._memory.pop(tensor, -1))
+    def drop(self, tensor: int, freed: list[int]) -> None:
+        """Nothing needs a value any more; `freed` gets the tensor whose memory that frees."""
+        self._release(self._memory.pop(tensor, None), freed)
 
     def send(self, transfer: int, tensor: int) -> None:
         """A push holds its tensor until it is joined."""
-        memory = self._memory.get(tensor, -1)
-        self._uses[memory] += 1
-        lane = lane_of(self._schedule.transfers[transfer])
+        memory = self._memory.get(tensor)
+        if memory is not None:
+            self._uses[memory] += 1
+        lane = lane_of(self._transfers[transfer])
         self._pending.setdefault(lane, deque()).append((transfer, memory))
 
-    def join(self, transfer: int) -> list[int]:
+    def join(self, transfer: int, freed: list[int]) -> None:
         """A push, and all before it on its stream, are over."""
-        pending = self._pending.get(lane_of(self._schedule.transfers[transfer]))
-        found: list[int] = []
+        pending = self._pending.get(lane_of(self._transfers[transfer]))
         while pending and transfer not in self._joined:
             first, memory = pending.popleft()
             self._joined.add(first)
-            found += self._release(memory)
-        return found
+            self._release(memory, freed)
 
-    def _hold(self, tensor: int, memory: int) -> None:
-        self._memory[tensor] = memory
-        self._uses[memory] += 1
-
-    def _release(self, memory: int) -> list[int]:
-        if memory < 0:
-            return []
-        self._uses[memory] -= 1
-        return [] if self._uses[memory] else [memory]
+    def _release(self, memory: int | None, freed: list[int]) -> None:
+        if memory is not None:
+            self._uses[memory] -= 1
+            if not self._uses[memory]:
+                freed.append(memory)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from devplace.errors import PlanError
 from devplace.graph import OpGraph
 from devplace.schedule.order import order_fault
-from devplace.schedule.schedule import Instruction, InstructionKind, PlannedTransfer, Schedule
+from devplace.schedule.schedule import Instruction, PlannedTransfer, Schedule
 
 
 def make_schedule(
@@ -40,20 +40,20 @@ def make_schedule(
         raise PlanError(fault)
     devices = tuple(int(device) for device in device_of_op)
     found = _Lowering(graph, devices, order, len(device_names))
-    final = _Lowering(graph, devices, order, len(device_names), found.first_need)
+    lists = [found.with_sends(device) for device in range(len(device_names))]
     return Schedule(
         graph=graph,
         device_names=tuple(device_names),
         device_of_op=devices,
-        instructions=tuple(tuple(instructions) for instructions in final.instructions),
+        instructions=tuple(tuple(instructions) for instructions in lists),
         transfers=tuple(
             PlannedTransfer(
                 tensor, devices[graph.producer[tensor]], dst, graph.tensors[tensor].num_bytes
             )
             for tensor, dst in found.first_need
         ),
-        holders={op: tuple(sorted(holders)) for op, holders in final.holders.items()},
-        results=tuple(tuple(results) for results in final.results),
+        holders={op: tuple(sorted(holders)) for op, holders in found.holders.items()},
+        results=tuple(tuple(results) for results in found.results),
         borrowed=frozenset(
             index
             for index, result in enumerate(graph.results)
@@ -63,7 +63,7 @@ def make_schedule(
 
 
 class _Lowering:
-    """One pass over the order. The first finds the transfers, the second writes it all down."""
+    """What every device needs, in its order; then, when all is known, what it has to send."""
 
     def __init__(
         self,
@@ -71,74 +71,70 @@ class _Lowering:
         device_of_op: tuple[int, ...],
         order: Sequence[Sequence[int]],
         num_devices: int,
-        known: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
-        self.instructions: list[list[Instruction]] = [[] for _ in range(num_devices)]
         self.first_need: dict[tuple[int, int], int] = {}
         self.results: list[list[tuple[int, int]]] = [[] for _ in range(num_devices)]
-        self.holders: dict[int, set[int]] = {}
-        self._graph = graph
+        self._sources = [op for op, record in enumerate(graph.ops) if record.is_source]
+        self.holders: dict[int, set[int]] = {op: set() for op in self._sources}
+        self._graph, self._device_of_op = graph, device_of_op
         self._producer, self._storage, self._carrier = graph.producer, graph.storage, graph.carrier
-        self._device_of_op = device_of_op
-        self._is_first, known = known is None, known or {}
-        self._index = {key: index for index, key in enumerate(known)}
-        self._is_read_only = [
-            op.is_source and i not in graph.replaced for i, op in enumerate(graph.ops)
-        ]
-        self._num_instructions = [0] * num_devices
-        self._sends: dict[int, list[tuple[int, int, int]]] = {}
-        for (tensor, dst), position in known.items():
-            owner = self._producer[self._storage[tensor]]
-            self._sends.setdefault(owner, []).append((position, dst, tensor))
+        self._read_only = self.holders.keys() - graph.replaced.keys()
+        self._instructions: list[list[Instruction]] = [[] for _ in range(num_devices)]
         self._present: list[set[int]] = [set() for _ in range(num_devices)]
-        for op, record in enumerate(graph.ops):
-            if record.is_source:
-                self.holders[op] = set()
-                self._send_results_of(device_of_op[op], op)
         for device, ops in enumerate(order):
             for op in ops:
                 self._call(device, op)
-                self._send_results_of(device, op)
         self._finish()
+        self._index = {key: index for index, key in enumerate(self.first_need)}
+        self._sends: dict[int, list[tuple[int, int, int, int]]] = {}
+        for index, ((tensor, dst), position) in enumerate(self.first_need.items()):
+            owner = self._producer[self._storage[tensor]]
+            self._sends.setdefault(owner, []).append((position, dst, tensor, index))
 
-    def _write(self, device: int, kind: InstructionKind, what: int, transfer: int = -1) -> None:
-        self._num_instructions[device] += 1
-        if not self._is_first:
-            self.instructions[device].append(Instruction(kind, what, transfer))
-
-    def _send_results_of(self, device: int, op: int) -> None:
-        for _, dst, tensor in sorted(self._sends.get(op, ())):
-            self._need(device, tensor)
-            self._write(device, "send", tensor, self._index[tensor, dst])
+    def with_sends(self, device: int) -> list[Instruction]:
+        """The instructions of a device: what it makes is sent at once, to who needs it first."""
+        done = _Sending(self._graph)
+        for op in self._sources:
+            if self._device_of_op[op] == device:
+                done.send(self._sends.get(op, ()))
+        for kind, what, _ in self._instructions[device]:
+            if kind == "call":
+                done.call(what)
+                done.send(self._sends.get(what, ()))
+            elif kind == "receive":
+                done.instructions.append(Instruction("receive", what, self._index[what, device]))
+            elif what not in done.loaded:
+                done.load(what)
+        return done.instructions
 
     def _call(self, device: int, op: int) -> None:
-        record = self._graph.ops[op]
+        record, present = self._graph.ops[op], self._present[device]
         for tensor in record.inputs:
-            if tensor not in self._present[device]:
+            if tensor not in present:
                 self._need(device, tensor)
-        self._write(device, "call", op)
-        self._present[device].update(record.outputs)
+        self._instructions[device].append(Instruction("call", op))
+        present.update(record.outputs)
 
     def _need(self, device: int, tensor: int) -> None:
         """Make a tensor present on a device."""
         if tensor in self._present[device]:
             return
         op = self._producer[tensor]
-        record, is_here = self._graph.ops[op], self._device_of_op[op] == device
-        if record.is_source and (is_here or self._is_read_only[op]):
+        is_here = self._device_of_op[op] == device
+        if op in self.holders and (is_here or op in self._read_only):
             self.holders[op].add(device)
-            self._write(device, "load", tensor)
-        elif record.is_view and (is_here or self._is_made_again(tensor)):
+            self._instructions[device].append(Instruction("load", tensor))
+        elif self._graph.ops[op].is_view and (is_here or self._is_made_again(tensor)):
             self._call(device, op)
         else:
-            self.first_need[tensor, device] = self._num_instructions[device]
-            self._write(device, "receive", tensor, self._index.get((tensor, device), -1))
+            self.first_need[tensor, device] = len(self._instructions[device])
+            self._instructions[device].append(Instruction("receive", tensor))
         self._present[device].add(tensor)
 
     def _is_made_again(self, view: int) -> bool:
         """Whether another device makes a view again from its base instead of receiving it."""
-        is_read_only = self._is_read_only[self._producer[self._storage[view]]]
-        return is_read_only or self._carrier[view] != view
+        owner = self._producer[self._storage[view]]
+        return owner in self._read_only or self._carrier[view] != view
 
     def _finish(self) -> None:
         for index, result in enumerate(self._graph.results):
@@ -148,5 +144,41 @@ class _Lowering:
             self._need(home, result.tensor)
             self.results[home].append((index, result.tensor))
         for op, devices in self.holders.items():
-            if not self._is_read_only[op] or not devices:
+            if op not in self._read_only or not devices:
                 devices.add(self._device_of_op[op])
+
+
+class _Sending:
+    """The instructions of one device, as sends are put between them."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.instructions: list[Instruction] = []
+        self.loaded: set[int] = set()
+        self._called: set[int] = set()
+        self._graph = graph
+
+    def call(self, op: int) -> None:
+        """Call an op, unless it is a view that a send needed before."""
+        if op not in self._called:
+            self._called.add(op)
+            self.instructions.append(Instruction("call", op))
+
+    def load(self, tensor: int) -> None:
+        """Load a source."""
+        self.loaded.add(tensor)
+        self.instructions.append(Instruction("load", tensor))
+
+    def send(self, sends: Sequence[tuple[int, int, int, int]]) -> None:
+        """Send what an op made, views of it in between."""
+        for _, _, tensor, index in sorted(sends):
+            self._make(tensor)
+            self.instructions.append(Instruction("send", tensor, index))
+
+    def _make(self, tensor: int) -> None:
+        op = self._graph.producer[tensor]
+        record = self._graph.ops[op]
+        if record.is_source and tensor not in self.loaded:
+            self.load(tensor)
+        elif record.is_view and op not in self._called:
+            self._make(record.alias_of)
+            self.call(op)

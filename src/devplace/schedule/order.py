@@ -53,12 +53,12 @@ def waiting_ops(graph: OpGraph, order: Order) -> tuple[int, int] | None:
 
     Complexity: O(V + E).
     """
-    reads = _reads(graph)
+    reads = graph.needs
     before = [-1] * len(reads)
     for row in order:
         for first, second in pairwise(row):
             before[second] = first
-    needs = [[*row, ahead] if ahead >= 0 else row for row, ahead in zip(reads, before, strict=True)]
+    needs = [(*row, ahead) if ahead >= 0 else row for row, ahead in zip(reads, before, strict=True)]
     stuck = _never_ready(needs)
     if not stuck:
         return None
@@ -119,16 +119,6 @@ def _fault_of_lists(
                 "Sources and views are not ordered, every other op is ordered once."
             )
     return ""
-
-
-def _reads(graph: OpGraph) -> list[list[int]]:
-    """Per op the ops whose results it needs: no sources, and views looked through."""
-    ops, owner = graph.ops, [graph.producer[tensor] for tensor in graph.storage]
-    reads: list[list[int]] = []
-    for op in ops:
-        above = () if op.is_source or op.is_view else {owner[tensor] for tensor in op.inputs}
-        reads.append(sorted(need for need in above if not ops[need].is_source))
-    return reads
 
 
 def _never_ready(needs: Sequence[Sequence[int]]) -> set[int]:

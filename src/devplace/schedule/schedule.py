@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -109,9 +109,16 @@ def last_uses(schedule: Schedule, device: int) -> dict[int, list[int]]:
     for index, instruction in enumerate(schedule.instructions[device]):
         for tensor in (*schedule.made_by(instruction), *schedule.read_by(instruction)):
             last[tensor] = index
-    for _, tensor in schedule.results[device]:
-        last.pop(tensor, None)
+    return by_last_use(last, schedule.results[device])
+
+
+def by_last_use(
+    last: Mapping[int, int], results: Sequence[tuple[int, int]]
+) -> dict[int, list[int]]:
+    """Last use of each tensor -> those tensors, without results."""
+    kept = {tensor for _, tensor in results}
     dead: dict[int, list[int]] = {}
     for tensor, index in last.items():
-        dead.setdefault(index, []).append(tensor)
+        if tensor not in kept:
+            dead.setdefault(index, []).append(tensor)
     return dead

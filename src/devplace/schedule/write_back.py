@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from devplace.graph import OpGraph
 from devplace.graph.overwrite import OUT_FORMS, overwritten_sources
-from devplace.schedule.schedule import Schedule
+from devplace.schedule.schedule import Schedule, by_last_use
 
 
 class WriteBack(NamedTuple):
@@ -68,7 +68,8 @@ class DeviceWrites:
         after: Instruction -> write-backs that may happen right after it: the new value is there,
             and nothing on the device reads the old one any more.
         at_end: Those that must wait until the device has done everything.
-        drops: Instruction -> tensors that nothing needs after it (and its write-backs).
+        drops: Instruction -> new values that nothing needs after it and its write-backs.
+        dead: Instruction -> other tensors that nothing on the device needs after it.
         scratch: Instruction -> how its op may use the memory of a source it is the last to read.
         fused: Instruction of a fused op -> what it writes over its inputs, by output as the
             kernels that were compiled beforehand.
@@ -77,6 +78,7 @@ class DeviceWrites:
     after: Mapping[int, tuple[WriteBack, ...]] = field(default_factory=dict)
     at_end: tuple[WriteBack, ...] = ()
     drops: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    dead: Mapping[int, list[int]] = field(default_factory=dict)
     scratch: Mapping[int, Scratch] = field(default_factory=dict)
     fused: Mapping[int, tuple[Over, ...]] = field(default_factory=dict)
 
@@ -100,24 +102,32 @@ class _Reads:
 
     def __init__(self, schedule: Schedule, device: int) -> None:
         graph = schedule.graph
+        storage, producer, replaced = graph.storage, graph.producer, graph.replaced
         self.made: dict[int, int] = {}
         self.last_use: dict[int, int] = {}
         self.last_read: dict[int, int] = {}
-        self.last_use_of_storage: dict[int, int] = {}
         self.pushes: dict[int, list[int]] = {}
-        for index, instruction in enumerate(schedule.instructions[device]):
-            made, read = schedule.made_by(instruction), schedule.read_by(instruction)
-            if instruction.kind == "call":
-                self.made.update(dict.fromkeys(made, index))
-            for tensor in (*made, *read):
-                self.last_use[tensor] = index
-                self.last_use_of_storage[graph.storage[tensor]] = index
+        for index, (kind, what, transfer) in enumerate(schedule.instructions[device]):
+            read: tuple[int, ...] = ()
+            if kind == "call":
+                read = graph.ops[what].inputs
+                for tensor in graph.ops[what].outputs:
+                    self.made[tensor] = self.last_use[tensor] = index
+            elif kind == "send":
+                read = (what,)
+            else:
+                self.last_use[what] = index
             for tensor in read:
-                owner = graph.producer[graph.storage[tensor]]
-                if graph.ops[owner].is_source:
+                self.last_use[tensor] = index
+                owner = producer[storage[tensor]]
+                if owner in replaced:
                     self.last_read[owner] = index
-                    if instruction.kind == "send":
-                        self.pushes.setdefault(owner, []).append(instruction.transfer)
+                    if kind == "send":
+                        self.pushes.setdefault(owner, []).append(transfer)
+        self.last_use_of_storage: dict[int, int] = {}
+        for tensor, index in self.last_use.items():
+            memory = storage[tensor]
+            self.last_use_of_storage[memory] = max(index, self.last_use_of_storage.get(memory, -1))
 
 
 def _of_device(schedule: Schedule, over: Mapping[int, int], device: int) -> DeviceWrites:
@@ -162,6 +172,7 @@ def _of_device(schedule: Schedule, over: Mapping[int, int], device: int) -> Devi
         {index: tuple(writes) for index, writes in after.items()},
         tuple(at_end),
         {index: tuple(tensors) for index, tensors in drops.items()},
+        by_last_use(reads.last_use, results),
         _scratches(schedule, reads, device, after),
         {index: tuple(sorted(found)) for index, found in fused.items()},
     )

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from devplace.problem import Problem
 from devplace.schedule import make_schedule, source_bytes, write_backs
-from devplace.schedule.heap import Heap, block_bytes
+from devplace.schedule.heap import Heap, HeapTally, block_bytes
 from devplace.schedule.linear import PushJoins
 from devplace.schedule.live import memory_changes, replay
 from devplace.simulator.critical import device_orders
@@ -87,7 +87,7 @@ class StepHeaps:
         order = self._orders[d]
         workspaces = zip(tasks.task_op[order], tasks.workspace_bytes[order], strict=True)
         workspace_bytes = {int(op): int(size) for op, size in workspaces if size}
-        trial = Heap()
+        trial = HeapTally()
         replay(changes, graph, trial, workspace_bytes)
         heap = Heap(trial.large_peak_bytes)
         replay(changes, graph, heap, workspace_bytes)

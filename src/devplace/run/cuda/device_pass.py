@@ -17,7 +17,7 @@ from devplace.run.copies import as_traced
 from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.timestamps import Clock
 from devplace.run.cuda.transient_values import LightValues
-from devplace.schedule import DeviceWrites, Schedule, last_uses
+from devplace.schedule import DeviceWrites, Schedule
 from devplace.schedule.write_back import Over, Scratch, WriteBack
 
 
@@ -110,7 +110,6 @@ class DevicePass:
         if state.is_light:
             self._values = LightValues(schedule.graph, sources.values())
         self._instructions = schedule.instructions[device]
-        self._dead_after = last_uses(schedule, device)
         self._program = schedule.captured.program
         if clock is not None:
             clock.stamp("begin")
@@ -139,7 +138,7 @@ class DevicePass:
             self._write(write)
         for dead in self._state.writes.drops.get(index, ()):
             del self._values[dead]
-        for dead in self._dead_after.get(index, ()):
+        for dead in self._state.writes.dead.get(index, ()):
             self._values.pop(dead, None)  # outputs that nobody reads were not kept
 
     def finish(self) -> list[tuple[int, Any]]:
