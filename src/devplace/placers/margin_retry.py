@@ -184,11 +184,7 @@ def _search(
 
 def _lacks_only_gaps(timeline: Timeline) -> bool:
     """Whether what is in use at once would fit, and what is reserved does not."""
-    if timeline.is_feasible:
-        return False
-    wires, run = timeline.problem.core.wires, timeline.run
-    fits = (run.peak_bytes <= wires.limit_bytes).all()
-    return bool(fits and (run.pool_peak_bytes <= wires.pool_limit_bytes).all())
+    return timeline.fits_in_use and not timeline.is_feasible
 
 
 def _fitting(problem: Problem, best: Found, known: list[Placement]) -> Found:

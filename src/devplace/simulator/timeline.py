@@ -126,9 +126,16 @@ class Timeline:
         return {name: value for name, value in over.items() if value > 0}
 
     @property
+    def fits_in_use(self) -> bool:
+        """Whether what is in use at once, gaps apart, stays within every limit."""
+        run, wires = self.run, self.problem.core.wires
+        fits = (run.peak_bytes <= wires.limit_bytes).all()
+        return bool(fits and (run.pool_peak_bytes <= wires.pool_limit_bytes).all())
+
+    @property
     def is_feasible(self) -> bool:
         """Whether every device and pool stays within its limit."""
-        return not self.missing_bytes
+        return self.fits_in_use and not self.missing_bytes  # gaps, which take long, only add
 
     def critical_path(self) -> list[int]:
         """Ops that decide the step's length, in time order.
