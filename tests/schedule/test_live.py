@@ -102,11 +102,13 @@ def watched(schedule: Schedule, buffers: list[dict[int, Any]], joins: PushJoins)
     return found
 
 
-def told(changes: list[Change]) -> Alive:
+def told(changes: list[Change], num_instructions: int) -> Alive:
     """The same from the changes of one device."""
     alive: set[int] = set()
+    of = {change.at: change for change in changes}
     found = []
-    for joined, _, taken, freed in changes:
+    for index in range(num_instructions):
+        _, joined, _, taken, freed = of.get(index, Change(index, (), -1, (), ()))
         alive -= set(joined)
         alive |= set(taken)
         alive -= set(freed)
@@ -131,7 +133,7 @@ def check(graph: Captured, values: dict[int, Any], num_devices: int, seed: int) 
     kept = set(graph.program.tensor_of.values())  # outputs that nobody reads are not
     for device in range(num_devices):
         changes = list(memory_changes(schedule, device, writes[device], joins))
-        expected = [alive & kept for alive in told(changes)]
+        expected = [alive & kept for alive in told(changes, len(found[device]))]
         assert found[device] == expected
     return schedule
 

@@ -17,12 +17,14 @@ class Change(NamedTuple):
     """What an instruction does to a device's memory.
 
     Attributes:
+        at: Index of the instruction.
         joined: Tensors that are free before it, because pushes of them are over by then.
         op: The op that is called, or -1.
         taken: Tensors that it takes memory for.
         freed: Tensors that nothing needs after it.
     """
 
+    at: int
     joined: Sequence[int]
     op: int
     taken: Sequence[int]
@@ -32,7 +34,7 @@ class Change(NamedTuple):
 def memory_changes(
     schedule: Schedule, device: int, writes: DeviceWrites, joins: PushJoins
 ) -> Iterator[Change]:
-    """What every instruction takes and frees, workspaces of ops apart.
+    """What instructions take and free, workspaces of ops apart; of those that do, and of all calls.
 
     Sources and receive buffers lie elsewhere, new values as `writes` says: in the memory of the
     source that they replace where they can be computed there, else there once they were copied.
@@ -50,28 +52,26 @@ def memory_changes(
     in_place = {index for index, some in writes.after.items() if any(w.is_in_place for w in some)}
     in_place |= writes.scratch.keys()
     when_over = joins.when_over[device]
+    after, drops, dead = writes.after, writes.drops, writes.dead
     for index, (kind, what, transfer) in enumerate(schedule.instructions[device]):
-        joined: list[int] = []
-        for send in when_over.get(index, ()):
-            live.join(send, joined)
-        taken: list[int] = []
+        joined: Sequence[int] = ()
+        taken: Sequence[int] = ()
+        freed: Sequence[int] = ()
+        if index in when_over or kind == "receive":
+            due = (*when_over.get(index, ()), *joins.before_wait.get(transfer, ()))
+            joined = [tensor for send in due for tensor in live.join(send)]
         if kind == "call":
             over = writes.fused.get(index)
             places = {write.output for write in over} if over else ()
-            live.call(what, index in in_place, places, taken)
+            taken = live.call(what, index in in_place, places)
         elif kind == "send":
             live.send(transfer, what)
-        elif kind == "receive":
-            for send in joins.before_wait.get(transfer, ()):
-                live.join(send, joined)
-        freed: list[int] = []
-        for write in writes.after.get(index, ()):
-            if write.may_stand_in:
-                live.drop(write.tensor, freed)
-        for gone in (writes.drops.get(index), writes.dead.get(index)):
-            for tensor in gone or ():
-                live.drop(tensor, freed)
-        yield Change(joined, what if kind == "call" else -1, taken, freed)
+        if index in after or index in drops or index in dead:
+            stand_ins = (w.tensor for w in after.get(index, ()) if w.may_stand_in)
+            gone = (*stand_ins, *drops.get(index, ()), *dead.get(index, ()))
+            freed = [memory for tensor in gone if (memory := live.drop(tensor)) >= 0]
+        if taken or freed or joined or kind == "call":
+            yield Change(index, joined, what if kind == "call" else -1, taken, freed)
 
 
 def replay(
@@ -87,7 +87,7 @@ def replay(
     """
     lying: dict[int, HeapBlock] = {}
     tensors = graph.tensors
-    for joined, op, taken, freed in changes:
+    for _, joined, op, taken, freed in changes:
         for tensor in joined:
             heap.give(lying.pop(tensor))
         for tensor in taken:
@@ -105,48 +105,53 @@ class _Live:
         self._graph, self._transfers = schedule.graph, schedule.transfers
         self._memory: dict[int, int] = {}  # of each value; not there if it lies elsewhere
         self._uses: dict[int, int] = {}
-        self._pending: dict[int, deque[tuple[int, int | None]]] = {}
+        self._pending: dict[int, deque[tuple[int, int]]] = {}
         self._joined: set[int] = set()
 
-    def call(self, op: int, is_in_place: bool, over: Collection[int], taken: list[int]) -> None:
-        """An op gives its outputs, those `over` in older memory; `taken` gets what takes memory."""
+    def call(self, op: int, is_in_place: bool, over: Collection[int]) -> Sequence[int]:
+        """An op gives its outputs, those `over` in older memory; gives what takes memory."""
         record, memory = self._graph.ops[op], self._memory
-        if record.is_view:
-            base = memory.get(record.alias_of)
-            if base is not None:
-                for tensor in record.outputs:
-                    if tensor not in memory:
-                        memory[tensor] = base
-                        self._uses[base] += 1
-        elif not is_in_place:
-            for place, tensor in enumerate(record.outputs):
-                if place not in over and self._graph.tensors[tensor].num_bytes:
-                    memory[tensor] = tensor
-                    self._uses[tensor] = 1
-                    taken.append(tensor)
+        if not record.is_view:
+            taken = [
+                tensor
+                for place, tensor in enumerate(() if is_in_place else record.outputs)
+                if place not in over and self._graph.tensors[tensor].num_bytes
+            ]
+            for tensor in taken:
+                memory[tensor] = tensor
+                self._uses[tensor] = 1
+            return taken
+        base = memory.get(record.alias_of, -1)
+        for tensor in record.outputs:
+            if base >= 0 and tensor not in memory:
+                memory[tensor] = base
+                self._uses[base] += 1
+        return ()
 
-    def drop(self, tensor: int, freed: list[int]) -> None:
-        """Nothing needs a value any more; `freed` gets the tensor whose memory that frees."""
-        self._release(self._memory.pop(tensor, None), freed)
+    def drop(self, tensor: int) -> int:
+        """Nothing needs a value any more; gives the tensor whose memory that frees, or -1."""
+        return self._release(self._memory.pop(tensor, -1))
 
     def send(self, transfer: int, tensor: int) -> None:
         """A push holds its tensor until it is joined."""
-        memory = self._memory.get(tensor)
-        if memory is not None:
+        memory = self._memory.get(tensor, -1)
+        if memory >= 0:
             self._uses[memory] += 1
         lane = lane_of(self._transfers[transfer])
         self._pending.setdefault(lane, deque()).append((transfer, memory))
 
-    def join(self, transfer: int, freed: list[int]) -> None:
-        """A push, and all before it on its stream, are over."""
+    def join(self, transfer: int) -> list[int]:
+        """A push, and all before it on its stream, are over; gives what that frees."""
         pending = self._pending.get(lane_of(self._transfers[transfer]))
+        freed = []
         while pending and transfer not in self._joined:
             first, memory = pending.popleft()
             self._joined.add(first)
-            self._release(memory, freed)
+            freed.append(self._release(memory))
+        return [memory for memory in freed if memory >= 0]
 
-    def _release(self, memory: int | None, freed: list[int]) -> None:
-        if memory is not None:
-            self._uses[memory] -= 1
-            if not self._uses[memory]:
-                freed.append(memory)
+    def _release(self, memory: int) -> int:
+        if memory < 0:
+            return -1
+        self._uses[memory] -= 1
+        return -1 if self._uses[memory] else memory

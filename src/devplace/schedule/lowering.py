@@ -38,6 +38,16 @@ def make_schedule(
     fault = order_fault(graph, device_of_op, order, device_names)
     if fault:
         raise PlanError(fault)
+    return lower(graph, device_of_op, order, device_names)
+
+
+def lower(
+    graph: OpGraph,
+    device_of_op: Sequence[int],
+    order: Sequence[Sequence[int]],
+    device_names: Sequence[str],
+) -> Schedule:
+    """As `make_schedule`, of an order that is known to run."""
     devices = tuple(int(device) for device in device_of_op)
     found = _Lowering(graph, devices, order, len(device_names))
     lists = [found.with_sends(device) for device in range(len(device_names))]

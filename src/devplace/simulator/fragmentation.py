@@ -6,10 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem import Problem
-from devplace.schedule import make_schedule, source_bytes, write_backs
+from devplace.schedule import source_bytes, write_backs
 from devplace.schedule.heap import Heap, HeapTally, block_bytes
 from devplace.schedule.linear import PushJoins
 from devplace.schedule.live import memory_changes, replay
+from devplace.schedule.lowering import lower
 from devplace.simulator.critical import device_orders
 from devplace.simulator.reference import CoreTimeline
 
@@ -61,7 +62,7 @@ class StepHeaps:
     def __init__(self, problem: Problem, device: I32, orders: list[list[int]]) -> None:
         self._problem, self._orders = problem, orders
         task_op = problem.core.tasks.task_op
-        self._schedule = make_schedule(
+        self._schedule = lower(
             problem.graph,
             problem.spaces.op_devices(device).tolist(),
             [task_op[order].tolist() for order in orders],
