@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,12 +46,26 @@ def gap_bytes(problem: Problem, device: I32, run: CoreTimeline) -> I64:
     orders = device_orders(problem.core, device, run)
     if not any(fixed[d] and orders[d] for d in range(len(found))):
         return found
-    steps = StepHeaps(problem, device, orders)
-    for d, order in enumerate(orders):
-        if fixed[d] and order:
-            reserved = steps.held_bytes(d) + steps.heap_bytes(d) + steps.spare_bytes(d)
-            found[d] = max(0, reserved - int(run.peak_bytes[d]))
+    with _no_collection():
+        steps = StepHeaps(problem, device, orders)
+        for d, order in enumerate(orders):
+            if fixed[d] and order:
+                reserved = steps.held_bytes(d) + steps.heap_bytes(d) + steps.spare_bytes(d)
+                found[d] = max(0, reserved - int(run.peak_bytes[d]))
     return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's search for cycles: a schedule is many small records and no cycle, and beside
+    torch's own objects half of the time went into that search."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class StepHeaps:
