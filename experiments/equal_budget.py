@@ -83,7 +83,7 @@ class Annealing:
             group, tried = rng.choice(movable), now.copy()
             others = np.flatnonzero(problem.allowed[group])
             tried[group] = rng.choice(others[others != now[group]])
-        return Placement(problem.expand(best[tasks.group]))
+        return Placement(problem.spaces.op_devices(best[tasks.group]))
 
     def _takes(
         self,

@@ -20,8 +20,8 @@ from devplace.machine import detect
 from devplace.problem import Problem
 from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.cuda import CudaExecutor
-from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 
 STEPS = 20

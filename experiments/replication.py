@@ -59,9 +59,9 @@ class Trials:
                 sent[int(tasks.task_op[task]), e] += int(tasks.carrier_bytes[x])
         found: dict[str, list[Copy]] = {"free": [], "saving": [], "cheap": []}
         for (v, e), size in sorted(sent.items()):
-            task, link = int(tasks.op_task[v]), wires.link_class[self.device[v], e]
+            task, link = int(tasks.op_task[v]), wires.transfers.link_class[self.device[v], e]
             own = slice(tasks.out_ptr[task], tasks.out_ptr[task + 1])
-            price = int((wires.transfer_ns + wires.send_ns)[link, own].sum())
+            price = int((wires.transfers.transfer_ns + wires.transfers.send_ns)[link, own].sum())
             if wires.duration_ns[task, e] > price:
                 continue
             needed = sum(

@@ -43,9 +43,10 @@ from devplace.instances.suites import find
 from devplace.machine import Machine
 from devplace.placers import Budget
 from devplace.problem import Placement, Problem
+from devplace.schedule import waiting_ops
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
-from devplace.simulator.in_order import simulate_in_order, waiting_ops
+from devplace.simulator.in_order import simulate_in_order
 from devplace.testing.hand import hand_machine, hand_problem
 from devplace.testing.layered import layered_problem
 
@@ -134,8 +135,10 @@ def as_saga(problem: Problem) -> tuple[Any, Any]:
     saga = import_module("saga")
     tasks, wires = problem.core.tasks, problem.core.wires
     apart = ~np.eye(problem.core.num_devices, dtype=bool)
-    assert len(wires.transfer_ns) == len(np.unique(wires.latency_ns[apart])) == 1
-    edge_ns = wires.transfer_ns[0] + wires.latency_ns[apart][0]
+    assert (
+        len(wires.transfers.transfer_ns) == len(np.unique(wires.transfers.latency_ns[apart])) == 1
+    )
+    edge_ns = wires.transfers.transfer_ns[0] + wires.transfers.latency_ns[apart][0]
     cost, names = wires.duration_ns[:, 0], problem.machine.device_names
     assert not tasks.is_source.any()
     assert tasks.num_groups == tasks.num_tasks
@@ -170,7 +173,7 @@ def from_saga(problem: Problem, schedule: Any) -> Placement:
         row = tuple(int(task.name) for task in schedule[name] if not task.name.startswith("__"))
         devices[list(row)] = index
         order.append(row)
-    placed = problem.expand(devices[problem.core.tasks.task_op])
+    placed = problem.spaces.op_devices(devices[problem.core.tasks.task_op])
     return Placement(placed, order=tuple(order))
 
 
@@ -250,7 +253,7 @@ def theirs(case: Case, scheduler: str) -> dict[str, Any]:
         return {**row, "reason": reason}
     placement = from_saga(case.free, schedule)
     assert placement.order is not None
-    if waiting_ops(case.free, placement.order) is not None:
+    if waiting_ops(case.free.graph, placement.order) is not None:
         return {**row, "reason": "its order has a cycle"}
     for links, problem in _links(case):
         row[links] = simulate_in_order(problem, placement, placement.order).makespan_ns

@@ -146,7 +146,7 @@ def random_placement(problem: Problem, rng: np.random.Generator) -> Placement:
     """Random devices (whole colocation groups), random priorities or none."""
     tasks = problem.core.tasks
     per_group = rng.integers(0, len(problem.machine.devices), tasks.num_groups)
-    devices = problem.expand(per_group[tasks.group].astype(np.int32))
+    devices = problem.spaces.op_devices(per_group[tasks.group].astype(np.int32))
     priority = rng.integers(0, 20, len(problem.graph.ops)) if rng.random() < 0.5 else None
     return Placement(devices, priority)
 

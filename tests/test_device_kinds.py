@@ -23,7 +23,7 @@ from devplace.placers import Budget, Cpu, Even, Search, place
 from devplace.problem import Problem
 from devplace.run.cpu import CpuExecutor
 from devplace.run.executors import accelerators_used, make_executor, used_devices
-from devplace.run.schedule import Schedule, make_schedule
+from devplace.schedule import Schedule, make_schedule
 from devplace.step_capture import capture
 from devplace.verify import verify_plan
 

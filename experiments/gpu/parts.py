@@ -41,7 +41,7 @@ from devplace.problem import Placement, Problem
 from devplace.run.cuda import executor
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.executors import make_executor
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 from devplace.simulator import simulate
 from devplace.simulator.in_order import simulate_in_order
 from devplace.step_capture import capture

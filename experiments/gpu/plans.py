@@ -49,12 +49,12 @@ from devplace.graph import OpGraph, serialize
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.prepare import any_compiled, prepare
 from devplace.machine import detect, toml
-from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns
 from devplace.plan import Plan
 from devplace.problem import Placement, Problem
 from devplace.report import deviations
 from devplace.run.executors import make_executor
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 from devplace.simulator.in_order import simulate_in_order
 from devplace.step_capture import capture
 from devplace.step_capture.micro_batches.chunks import Known
@@ -404,7 +404,7 @@ class Bench:
             wish = np.where(moved[of_op], target[of_op], best).astype(np.int32)
             tasks = problem.core.tasks.task_op
             groups = by_vote(problem, wish[tasks], mean_duration_ns(problem))
-            fixed = _Fixed(Placement(op_devices(problem, groups)))
+            fixed = _Fixed(Placement(problem.spaces.op_devices_of_groups(groups)))
             found = placers.place(problem, fixed, allow_infeasible=True)
             self.measure(step, f"random {number}", used, found.plan)
 

@@ -254,22 +254,10 @@ class Clock {
   i64 send(i32 x, i32 d, i32 e) {
     State& s = state;
     const i32 pair = d * core_.num_devices + e;
-    const i32 first = core_.channel_ptr[pair], last = core_.channel_ptr[pair + 1];
     const Price& price = core_.price(pair, x);
-    i64 end = s.now + price.transfer_ns;
-    if (price.queues != 2) {  // 2: waits for nothing
-      i64& lane = lane_free_[2 * static_cast<std::size_t>(pair) + price.queues];
-      i64 begin = std::max(s.now, lane);
-      if (price.queues)
-        for (i32 c = first; c < last; ++c) begin = std::max(begin, s.channel_free[core_.channel[c]]);
-      lane = end = begin + price.transfer_ns;
-      for (i32 c = first; c < last; ++c) {
-        i64& free = s.channel_free[core_.channel[c]];
-        free = std::max(free, begin) + price.channel_ns;
-      }
-    }
+    const i64 begin = core_.occupy(price, pair, s.now, lane_free_.data(), s.channel_free.data());
     s.debt[d] += price.send_ns;
-    const i64 when = end + core_.latency_ns[pair];
+    const i64 when = begin + price.transfer_ns + core_.latency_ns[pair];
     s.arrivals.push({when, x, e});
     return when;
   }

@@ -13,13 +13,15 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 using u8 = std::uint8_t;
 
-// What sending one carrier over one kind of link takes; names as in problem/core.py.
+// What sending one carrier over one kind of link takes; names as in problem/transfers.py.
 struct Price {
   i64 transfer_ns, channel_ns, send_ns, receive_ns;
   u8 queues;
 };
+// What a transfer waits for.
+enum : u8 { LANE, CHANNELS, NOTHING };
 
-// Read-only arrays; names and shapes as in problem/core.py.
+// Read-only arrays; names and shapes as in problem/core.py and problem/transfers.py.
 struct Core {
   i32 num_tasks = 0, num_devices = 0, num_channels = 0, num_pools = 0, num_consts = 0;
   std::vector<u8> is_source, storage_held, fixed_buffers;
@@ -39,6 +41,22 @@ struct Core {
 
   const Price& price(i32 pair, i32 carrier) const {
     return prices[static_cast<std::size_t>(link_class[pair]) * carrier_bytes.size() + carrier];
+  }
+  // When a transfer requested at `now` begins. It occupies its lane (two for each pair) and channels,
+  // of which is kept when they are free.
+  i64 occupy(const Price& price, i32 pair, i64 now, i64* lane_free, i64* channel_free) const {
+    if (price.queues == NOTHING) return now;
+    const i32 first = channel_ptr[pair], last = channel_ptr[pair + 1];
+    i64& lane = lane_free[2 * static_cast<std::size_t>(pair) + price.queues];
+    i64 begin = std::max(now, lane);
+    if (price.queues == CHANNELS)
+      for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free[channel[c]]);
+    lane = begin + price.transfer_ns;
+    for (i32 c = first; c < last; ++c) {
+      i64& free = channel_free[channel[c]];
+      free = std::max(free, begin) + price.channel_ns;
+    }
+    return begin;
   }
   i64 duration(i32 task, i32 device) const {
     return duration_ns[static_cast<std::size_t>(task) * num_devices + device];
@@ -467,22 +485,9 @@ class Simulator {
   template <bool track_memory, bool trace>
   void send(i32 x, i32 d, i32 e, Outcome& out) {
     const i32 pair = d * core_.num_devices + e;
-    const i32 first = core_.channel_ptr[pair], last = core_.channel_ptr[pair + 1];
     const Price& price = core_.price(pair, x);
-    i64 begin = now_, end = now_ + price.transfer_ns;
-    if (price.queues != 2) {  // 2: waits for nothing
-      i64& lane_free = lane_free_[2 * static_cast<std::size_t>(pair) + price.queues];
-      begin = std::max(begin, lane_free);
-      if (price.queues)
-        for (i32 c = first; c < last; ++c) begin = std::max(begin, channel_free_[core_.channel[c]]);
-      end = begin + price.transfer_ns;
-      lane_free = end;
-      for (i32 c = first; c < last; ++c) {
-        i64& free = channel_free_[core_.channel[c]];
-        free = std::max(free, begin) + price.channel_ns;
-      }
-    }
-    const i64 arrival = end + core_.latency_ns[pair];
+    const i64 begin = core_.occupy(price, pair, now_, lane_free_.data(), channel_free_.data());
+    const i64 arrival = begin + price.transfer_ns + core_.latency_ns[pair];
     debt_[d] += price.send_ns;
     out.transfer_bytes += core_.carrier_bytes[x];
     if constexpr (track_memory) (core_.fixed_buffers[e] ? kept_ : memory_)[e] += core_.carrier_bytes[x];

@@ -38,16 +38,17 @@ class Kernel {
     core_.const_ptr = copy<i32>(tasks, "const_ptr");
     core_.const_user = copy<i32>(tasks, "const_user");
     core_.duration_ns = copy<i64>(wires, "duration_ns");
-    core_.latency_ns = copy<i64>(wires, "latency_ns");
-    core_.link_class = copy<i32>(wires, "link_class");
-    core_.channel_ptr = copy<i32>(wires, "channel_ptr");
-    core_.channel = copy<i32>(wires, "channel");
+    const nb::object transfers = wires.attr("transfers");
+    core_.latency_ns = copy<i64>(transfers, "latency_ns");
+    core_.link_class = copy<i32>(transfers, "link_class");
+    core_.channel_ptr = copy<i32>(transfers, "channel_ptr");
+    core_.channel = copy<i32>(transfers, "channel");
     core_.streams = copy<i32>(wires, "streams");
-    core_.copy_ns = copy<i64>(wires, "copy_ns");
+    core_.copy_ns = copy<i64>(transfers, "copy_ns");
     core_.pool = copy<i32>(wires, "pool");
-    core_.num_channels = nb::cast<i32>(wires.attr("num_channels"));
+    core_.num_channels = nb::cast<i32>(transfers.attr("num_channels"));
     core_.num_pools = static_cast<i32>(copy<i64>(wires, "pool_limit_bytes").size());
-    set_prices(wires);
+    set_prices(transfers);
     core_.derive();
   }
 
@@ -218,10 +219,10 @@ class Kernel {
   }
 
  private:
-  void set_prices(const nb::object& wires) {
-    const auto transfer = copy<i64>(wires, "transfer_ns"), channel = copy<i64>(wires, "channel_ns");
-    const auto send = copy<i64>(wires, "send_ns"), receive = copy<i64>(wires, "receive_ns");
-    const auto queues = copy<u8>(wires, "queues");
+  void set_prices(const nb::object& transfers) {
+    const auto transfer = copy<i64>(transfers, "transfer_ns"), channel = copy<i64>(transfers, "channel_ns");
+    const auto send = copy<i64>(transfers, "send_ns"), receive = copy<i64>(transfers, "receive_ns");
+    const auto queues = copy<u8>(transfers, "queues");
     for (std::size_t i = 0; i < transfer.size(); ++i)
       core_.prices.push_back({transfer[i], channel[i], send[i], receive[i], queues[i]});
   }

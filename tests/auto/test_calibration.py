@@ -22,7 +22,6 @@ from devplace.auto.calibration import (
 from devplace.cost import CostTable
 from devplace.errors import InputError
 from devplace.machine import Device, Link, Machine
-from devplace.placers.colocation_groups import op_devices
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from tests.strategies import random_graph
@@ -84,7 +83,7 @@ def observations(
         costs = CostTable(np.repeat(ns[:, None], 3, 1).astype(np.int64), "made up")
         problem = Problem(graph, calibrated(cards, true), costs)
         groups = rng.integers(0, num_gpus, problem.core.tasks.num_groups).astype(np.int32)
-        placement = Placement(op_devices(problem, groups))
+        placement = Placement(problem.spaces.op_devices_of_groups(groups))
         timeline = simulate(problem, placement)
         order = tuple(tuple(row) for row in timeline.order)
         devices = tuple(int(d) for d in placement.devices)

@@ -18,7 +18,7 @@ from devplace.auto.step_timing import batch_of, fill, time_executor, time_plan, 
 from devplace.cost.graph_transport import pack, unpack
 from devplace.errors import InputError
 from devplace.run.executors import make_executor
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.auto.steps import captured, hostile, placed, trials
 

@@ -73,7 +73,7 @@ def _problem(graph: Any, machine: Any) -> Any:
 def _step_ns(problem: Any) -> int:
     """Time of everything on the first device that may have all."""
     devices = np.zeros(problem.core.tasks.num_tasks, np.int32)
-    timeline = dp.simulate(problem, dp.Placement(problem.expand(devices)))
+    timeline = dp.simulate(problem, dp.Placement(problem.spaces.op_devices(devices)))
     assert 0 <= timeline.makespan_ns < 2**63
     assert all(0 <= peak < 2**63 for peak in timeline.peak_bytes.tolist())
     return int(timeline.makespan_ns)

@@ -20,9 +20,9 @@ from devplace.kernels import prepare as preparing
 from devplace.kernels.compilers import Compilers
 from devplace.kernels.fused import failures
 from devplace.kernels.prepare import any_compiled, prepare
-from devplace.run.schedule import make_schedule
 from devplace.run.unplaced import run_unplaced
-from devplace.run.write_back import write_backs
+from devplace.schedule import make_schedule
+from devplace.schedule.write_back import write_backs
 from devplace.step_capture import capture
 
 Patch = pytest.MonkeyPatch
@@ -169,7 +169,7 @@ def test_kernels_that_write_are_those_of_the_step() -> None:
     (writes,) = write_backs(schedule)
     found = set()
     for index, over in writes.fused.items():
-        node = schedule.instructions[0][index].node
+        node = graph.program.calls[schedule.instructions[0][index].what].node
         found.add((node.target.name, tuple((one.output, one.input) for one in over)))
     assert max(len(over) for _, over in found) > 2
     for device in ("cuda:0", "cuda:1"):

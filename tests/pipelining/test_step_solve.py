@@ -49,7 +49,7 @@ def best_load(step: StepProblem) -> int | None:
     values = []
     for classes in placements(step):
         device = classes[step.of_task]
-        placement = Placement(step.problem.expand(device))
+        placement = Placement(step.problem.spaces.op_devices(device))
         if simulate(step.problem, placement).is_feasible:
             values.append(int(step.prices.loads_ns(device).max()))
     return min(values, default=None)
@@ -63,7 +63,7 @@ def test_loads_equal_the_verifier(problem, seed):
     rng = np.random.default_rng(seed)
     choice = [int(rng.choice(np.flatnonzero(row))) for row in step.allowed]
     device = np.array(choice, np.int32)[step.of_task]
-    verdict = verify_loads(problem, problem.expand(device).tolist())
+    verdict = verify_loads(problem, problem.spaces.op_devices(device).tolist())
     assert not verdict.broken
     assert step_loads(problem, device).tolist() == list(verdict.loads_ns)
 
@@ -179,7 +179,7 @@ def test_pins_hold():
             problem.graph, machine, problem.costs, pins={"c": name, "b": "gpu:0"}
         )
         found = place_step(pinned, FEW)
-        assert not pinned.violations(Placement(pinned.expand(found.device)))
+        assert not pinned.violations(Placement(pinned.spaces.op_devices(found.device)))
 
 
 def test_contiguous_goes_forward():

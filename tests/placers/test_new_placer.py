@@ -37,7 +37,7 @@ class Alternate:
             wish = usable[(groups + first) % len(usable)]
             allowed = problem.allowed[groups, wish]
             device = np.where(allowed, wish, problem.allowed.argmax(axis=1)).astype(np.int32)
-            placement = Placement(problem.expand(device[problem.core.tasks.group]))
+            placement = Placement(problem.spaces.op_devices_of_groups(device))
             found.append((evaluate(placement).key, placement))
         return min(found, key=lambda pair: pair[0])[1]
 

@@ -47,7 +47,7 @@ TWO = hand_machine({"gpu:0": 10_000, "gpu:1": 10_000}, latency_ns=1)
 
 def critical(problem: Problem, placement: Placement) -> Placement:
     priority = make_kernel(problem.core).priority(problem.task_devices(placement))
-    return Placement(placement.devices, problem.op_priority(priority))
+    return Placement(placement.devices, problem.spaces.ops_from_tasks(priority))
 
 
 def test_one_device_takes_one_micro_batch_after_the_other() -> None:

@@ -438,7 +438,7 @@ def test_from_its_size_on_a_tensor_goes_by_copy_engine() -> None:
         ({"parallel": True, "engine_bytes": 10}, [2, 2, 2]),
     ):
         core = one_link(**options).core
-        row = core.wires.queues[core.wires.link_class[0, 1]]
+        row = core.wires.transfers.queues[core.wires.transfers.link_class[0, 1]]
         found = {int(size): int(kind) for size, kind in zip(sizes, row, strict=True)}
         assert [found[size] for size in (9, 10, 11)] == queues
 
@@ -447,9 +447,9 @@ def test_a_channel_is_held_for_bytes_by_bandwidth() -> None:
     """A measured transfer takes longer than its bytes at full rate, for which alone others wait for
     the channel; one that is measured as faster holds it no longer than it takes."""
     core = one_link(points=((9, 5), (10, 20), (11, 21))).core
-    wires, row = core.wires, core.wires.link_class[0, 1]
+    wires, row = core.wires, core.wires.transfers.link_class[0, 1]
     sizes = core.tasks.carrier_bytes.tolist()
-    taken = dict(zip(sizes, wires.transfer_ns[row].tolist(), strict=True))
-    held = dict(zip(sizes, wires.channel_ns[row].tolist(), strict=True))
+    taken = dict(zip(sizes, wires.transfers.transfer_ns[row].tolist(), strict=True))
+    held = dict(zip(sizes, wires.transfers.channel_ns[row].tolist(), strict=True))
     assert [taken[size] for size in (9, 10, 11)] == [5, 20, 21]
     assert [held[size] for size in (9, 10, 11)] == [5, 10, 11]

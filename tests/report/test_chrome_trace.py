@@ -18,7 +18,7 @@ from devplace.errors import InputError
 from devplace.problem import Problem
 from devplace.report import chrome_trace, measured_summary, not_observed, save_chrome_trace
 from devplace.run.measured_timeline import MeasuredTimeline
-from devplace.run.schedule import PlannedTransfer
+from devplace.schedule import PlannedTransfer
 from devplace.simulator import Timeline, simulate
 
 

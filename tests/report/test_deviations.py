@@ -11,7 +11,7 @@ from tests.report.steps import OP_NS, chain_graph, machine, make_problem, placed
 from devplace.errors import InputError
 from devplace.report import Deviation, deviations
 from devplace.run.measured_timeline import MeasuredTimeline
-from devplace.run.schedule import PlannedTransfer
+from devplace.schedule import PlannedTransfer
 from devplace.simulator import Timeline
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from devplace.problem.core import build_tasks
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.run.models import Normed, Residual, Tied, mean_square, next_token
 from tests.run.placed import NAMES, adam

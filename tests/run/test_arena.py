@@ -19,9 +19,10 @@ from devplace.run.cuda.arena import (
     step_peaks,
 )
 from devplace.run.cuda.device_memory import allowed_bytes, reserve_arena
-from devplace.run.schedule import Schedule, make_schedule
-from devplace.run.write_back import write_backs
-from devplace.simulator.heap import SMALL_PAGE_BYTES
+from devplace.schedule import Schedule, make_schedule
+from devplace.schedule.heap import SMALL_PAGE_BYTES
+from devplace.schedule.linear import PushJoins
+from devplace.schedule.write_back import write_backs
 from tests.run.tracing import snap, trace
 
 KIB, MIB = 2**10, 2**20
@@ -37,7 +38,7 @@ def schedule_of(function: Any, devices: dict[str, int] | None = None, **sources:
 
 def peaks_of(schedule: Schedule, freed: dict[int, tuple[int, ...]] | None = None) -> StepPeaks:
     """Of the first device."""
-    return step_peaks(schedule, 0, write_backs(schedule)[0], {}, freed or {})
+    return step_peaks(schedule, 0, write_backs(schedule)[0], PushJoins({}, (freed or {}, {})))
 
 
 @pytest.mark.parametrize("num_elements", [64 * KIB, 512 * KIB])

@@ -18,9 +18,9 @@ from devplace.errors import ExecutionError, InputError, PlanMismatchError, Shape
 from devplace.graph import Captured
 from devplace.run.compile import Step, compile_step
 from devplace.run.executors import make_executor
-from devplace.run.schedule import make_schedule
 from devplace.run.state import STORED_KINDS, ModelState
 from devplace.run.unplaced import run_unplaced
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.run.models import Clipped, mean_square
 from tests.run.placed import NAMES, adam, all_on, at_random, largest_difference, sgd, train_eager

@@ -11,7 +11,7 @@ from torch import nn
 
 from devplace.errors import VerificationError
 from devplace.run.check import CheckReport, check_step, compare
-from devplace.run.schedule import PlannedTransfer
+from devplace.schedule import PlannedTransfer
 from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, Tied, mean_square, next_token
 from tests.run.placed import NAMES, adam, at_random, sgd

@@ -16,8 +16,8 @@ import torch
 from devplace.errors import ExecutionError
 from devplace.run.cpu import CpuExecutor
 from devplace.run.mailbox import INLINE_BYTES
-from devplace.run.schedule import make_schedule
 from devplace.run.unplaced import run_unplaced
+from devplace.schedule import make_schedule
 from tests.run.tracing import random_placement, snap, trace
 
 NAMES = ("cpu:0", "cpu:1", "cpu:2")

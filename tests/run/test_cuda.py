@@ -19,8 +19,8 @@ from devplace.run.batch_inputs import bind_inputs
 from devplace.run.check import check_step
 from devplace.run.compile import compile_step
 from devplace.run.cuda import CudaExecutor
-from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, Normed, mean_square
@@ -145,10 +145,9 @@ def test_a_timed_step_shows_the_plan(num_devices: int, uses_graphs: bool) -> Non
     plain = executor.step(3)
     assert timeline is not None
     schedule = executor.schedule
-    op_of = schedule.graph.program.op_of
     for instructions in schedule.instructions:
-        calls = [op_of[node.name] for kind, node, _ in instructions if kind == "call"]
-        ops = [op for op in dict.fromkeys(calls) if not schedule.graph.ops[op].is_view]
+        calls = [op for kind, op, _ in instructions if kind == "call"]
+        ops = [op for op in calls if not schedule.graph.ops[op].is_view]
         for op, following in itertools.pairwise(ops):
             assert 0 <= timeline.start_ns[op] <= timeline.finish_ns[op]
             assert timeline.finish_ns[op] <= timeline.start_ns[following]

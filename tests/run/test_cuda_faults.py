@@ -23,8 +23,8 @@ from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor, graphs
 from devplace.run.cuda.eager import EagerRunner
 from devplace.run.cuda.expandable import expandable_segments
-from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, mean_square

@@ -18,8 +18,8 @@ from devplace.run.check import check_step
 from devplace.run.compile import Step, compile_step
 from devplace.run.cuda import CudaExecutor
 from devplace.run.cuda.routes import has_cpu_form
-from devplace.run.schedule import make_schedule
 from devplace.run.state import ModelState
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, Normed, mean_square

@@ -13,7 +13,7 @@ from devplace.errors import DeviceMemoryError
 from devplace.run.compile import compile_step
 from devplace.run.cuda.device_memory import SPARE_BYTES, DeviceMemory
 from devplace.run.cuda.eager import EagerRunner
-from devplace.simulator.heap import LARGE_PAGE_BYTES
+from devplace.schedule.heap import LARGE_PAGE_BYTES
 from devplace.step_capture import capture
 from tests.run.models import Normed, mean_square
 from tests.run.placed import adam

@@ -14,7 +14,7 @@ from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.executor import CudaExecutor
 from devplace.run.cuda.host import HostDevice
 from devplace.run.executors import make_executor
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.run import gpus
 from tests.run.models import Clipped, mean_square

@@ -13,7 +13,7 @@ import torch
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.eager import _Copies
 from devplace.run.cuda.host import HostDevice
-from devplace.run.schedule import PlannedTransfer
+from devplace.schedule import PlannedTransfer
 
 
 class FakeGpu(CudaDevice):

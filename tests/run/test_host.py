@@ -20,9 +20,9 @@ from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.routes import check_cpu_ops, find_routes, has_cpu_form, neighbours
 from devplace.run.cuda.timeouts import first_cause
 from devplace.run.cuda.timestamps import collect
-from devplace.run.schedule import make_schedule
 from devplace.run.unplaced import run_unplaced
-from devplace.run.write_back import write_backs
+from devplace.schedule import make_schedule
+from devplace.schedule.write_back import write_backs
 from tests.run.test_cpu import mixed_graph
 from tests.run.tracing import random_placement, snap, trace
 
@@ -114,10 +114,12 @@ class Mix:
         self.schedule = schedule
         routes = find_routes(schedule, lambda src, dst: False)
         layouts = {
-            transfer: torch.empty(_shape(node), dtype=node.meta["val"].dtype)
-            for instructions in schedule.instructions
-            for kind, node, transfer in instructions
-            if kind == "receive" and routes[transfer] != "inside"
+            transfer: torch.empty(
+                schedule.graph.tensors[record.tensor].shape,
+                dtype=getattr(torch, schedule.graph.tensors[record.tensor].dtype),
+            )
+            for transfer, record in enumerate(schedule.transfers)
+            if routes[transfer] != "inside"
         }
         board = PinnedBoard(layouts, plain_bytes)
         names = schedule.device_names
@@ -152,10 +154,6 @@ class Mix:
     def get(self, op: int) -> Any:
         device = self.schedule.device_of_op[op]
         return {**self.hosts, **self.gpus}[device].buffers[op]
-
-
-def _shape(node: Any) -> Any:
-    return node.meta["val"].shape
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from devplace.graph import OpGraph
 from devplace.run.check import check_step
 from devplace.run.compile import Step, compile_step
 from devplace.run.cpu import CpuExecutor
-from devplace.run.schedule import make_schedule
 from devplace.run.seeds import RandomKeys, op_seed
 from devplace.run.unplaced import run_unplaced
+from devplace.schedule import make_schedule
 from devplace.step_capture import capture
 from tests.run.models import mean_square
 from tests.run.placed import adam

@@ -14,16 +14,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devplace import workloads
+from devplace.graph import Op, OpGraph, Tensor
 from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.cuda import eager as eager_module
 from devplace.run.cuda import transient_values
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.cuda.eager import EagerRunner
 from devplace.run.cuda.transient_values import LightValues, lightened
-from devplace.run.linear import linear_order
-from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState
-from devplace.run.write_back import write_backs
+from devplace.schedule import Schedule, make_schedule
+from devplace.schedule.linear import linear_order
+from devplace.schedule.write_back import write_backs
 from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam
@@ -201,20 +202,30 @@ def test_a_light_trial_takes_the_memory_of_its_largest_op(monkeypatch: pytest.Mo
     assert peaks[1] < 4 * activation
 
 
+READS = OpGraph(
+    "reads",
+    (
+        Op("a", "f", outputs=(0,)),
+        Op("b", "aten.as_strided.default", inputs=(0,), outputs=(1,), alias_of=0),
+    ),
+    (Tensor("a", (9,), "float32", 36), Tensor("b", (9,), "float32", 36)),
+)
+"""Tensor 0 is read by as_strided, tensor 1 by nothing."""
+
+
 def test_integers_and_small_and_held_values_stay() -> None:
     """Indices, masks, tensors below the limit, and views of what is held anyhow are kept."""
     size = transient_values.LIGHT_BYTES
     held = torch.randn(size)
-    node: Any = type("Node", (), {"users": ()})()
-    values = LightValues([held])
+    values = LightValues(READS, [held])
     for value in (
         torch.arange(size),
         torch.ones(size, dtype=torch.bool),
         torch.ones(3),
         held[5:],
     ):
-        values[node] = value
-        assert values[node] is value
+        values[1] = value
+        assert values[1] is value
 
 
 @pytest.mark.parametrize(
@@ -237,28 +248,21 @@ def test_a_value_made_anew_has_the_layout_of_the_old_one(value: Any) -> None:
     assert bool((made == transient_values.STAND_IN).all())
 
 
-def test_parts_of_a_value_are_described_one_by_one() -> None:
-    """The outputs of an op with several, among them None and a small one."""
-    node: Any = type("Node", (), {"users": ()})()
-    values = LightValues()
-    small = torch.ones(2)
-    values[node] = (torch.randn(1024, 512), None, small)
-    large, nothing, found = values[node]
+def test_a_value_is_made_anew_for_every_reader() -> None:
+    """Nothing of its size is kept between two that read it."""
+    values = LightValues(READS)
+    values[1] = torch.randn(1024, 512)
+    large = values[1]
     assert large.shape == (1024, 512)
-    assert nothing is None
-    assert found is small
-    assert values[node][0] is not large
+    assert values[1] is not large
 
 
 def test_as_strided_finds_the_whole_storage() -> None:
     """A value that as_strided reads keeps the size of its storage and its place there."""
     base = torch.randn(2**20)
-    node: Any = type("Node", (), {"users": ()})()
-    user: Any = type("Node", (), {"target": torch.ops.aten.as_strided.default})()
-    node.users = (user,)
-    values = LightValues()
-    values[node] = base[512:1024]
-    made = values[node]
+    values = LightValues(READS)
+    values[0] = base[512:1024]
+    made = values[0]
     assert made.storage_offset() == 512
     assert made.untyped_storage().nbytes() == 2**22
     torch.as_strided(made, (2**19,), (2,), 0)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import random_placement, random_problem
 
-from devplace.cost.batch_copies import copy_times
 from devplace.graph.graph import BATCH_ON
 from devplace.machine import presets
 from devplace.placers import Search, Single, place
 from devplace.problem import Problem
+from devplace.problem.transfers import copy_times
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
 from devplace.testing import hand_machine, hand_placement, hand_problem, show
@@ -61,7 +61,7 @@ def test_on_the_host_a_batch_is_there() -> None:
     there = dict.fromkeys("abc", "cpu:0")
     assert simulate(found, hand_placement(found, there)).batch_ns == 0
     alone = hand_problem(TWO, hand_machine(GPUS))
-    assert not alone.core.wires.copy_ns.any()
+    assert not alone.core.wires.transfers.copy_ns.any()
 
 
 def test_logical_cpu_devices_get_a_copy_each() -> None:

@@ -41,7 +41,7 @@ def heaps(timeline: Timeline) -> list[int]:
     """What each device's heap reserves, MiB."""
     problem, device, run = timeline.problem, timeline.task_devices, timeline.run
     orders = device_orders(problem.core, device, run)
-    steps = StepHeaps(problem, device, run, orders)
+    steps = StepHeaps(problem, device, orders)
     return [steps.heap_bytes(d) // MIB for d in range(len(orders))]
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tests.strategies import problems, random_placement
 
 from devplace.problem import Problem
+from devplace.schedule import waiting_ops
 from devplace.simulator import simulate
-from devplace.simulator.in_order import simulate_in_order, waiting_ops
+from devplace.simulator.in_order import simulate_in_order
 from devplace.testing import hand_machine, hand_placement, hand_problem, show
 
 
@@ -20,7 +21,7 @@ def test_a_simulated_order_gives_its_own_timeline(problem: Problem, seed: int) -
     placement = random_placement(problem, np.random.default_rng(seed))
     assume((problem.core.wires.streams == 1).all())
     free = simulate(problem, placement)
-    assert waiting_ops(problem, free.order) is None
+    assert waiting_ops(problem.graph, free.order) is None
     fixed = simulate_in_order(problem, placement, free.order)
     assert fixed.order == free.order
     np.testing.assert_array_equal(fixed.start_ns, free.start_ns)
@@ -52,8 +53,8 @@ def test_ops_against_their_data_are_found() -> None:
     """Data one way and order the other way make a cycle: reader and read are named, not an op
     that only comes after them."""
     problem = hand_problem("z = f ns=1\na = f ns=1\nb = g(a) ns=1", hand_machine({"gpu:0": 9}))
-    assert waiting_ops(problem, [[0, 1, 2]]) is None
-    assert waiting_ops(problem, [[2, 1, 0]]) == (2, 1)
+    assert waiting_ops(problem.graph, [[0, 1, 2]]) is None
+    assert waiting_ops(problem.graph, [[2, 1, 0]]) == (2, 1)
 
 
 def test_a_cycle_over_two_devices_is_found() -> None:
@@ -67,5 +68,5 @@ def test_a_cycle_over_two_devices_is_found() -> None:
         """,
         hand_machine({"gpu:0": 9, "gpu:1": 9}),
     )
-    assert waiting_ops(problem, [[0, 3], [1, 2]]) is None
-    assert waiting_ops(problem, [[3, 0], [1, 2]]) in [(1, 0), (3, 2)]
+    assert waiting_ops(problem.graph, [[0, 3], [1, 2]]) is None
+    assert waiting_ops(problem.graph, [[3, 0], [1, 2]]) in [(1, 0), (3, 2)]

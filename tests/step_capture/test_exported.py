@@ -64,7 +64,9 @@ def test_network_is_read(path):
     assert [result.role for result in graph.results] == ["output", "output"]
     machine = load_machine("k40x2")
     problem = Problem(graph, machine, Analytic()(graph, machine))
-    devices = problem.expand(torch.zeros(problem.core.tasks.num_tasks, dtype=torch.int32).numpy())
+    devices = problem.spaces.op_devices(
+        torch.zeros(problem.core.tasks.num_tasks, dtype=torch.int32).numpy()
+    )
     assert simulate(problem, Placement(devices)).makespan_ns > 0
 
 

@@ -51,7 +51,7 @@ def unseeded(problem: Problem, evaluate: Evaluator, rng: np.random.Generator) ->
 def parted(problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> Placement:
     """Ops by index, whatever belongs together."""
     devices = np.arange(len(problem.graph.ops), dtype=np.int32) % len(problem.machine.devices)
-    return Placement(problem.expand(devices[problem.core.tasks.task_op]))
+    return Placement(problem.spaces.op_devices(devices[problem.core.tasks.task_op]))
 
 
 def meddling(problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> Placement:

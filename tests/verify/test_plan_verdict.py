@@ -127,7 +127,7 @@ def test_verifier_names_demands_that_the_problem_names(problem, seed):
     rng = np.random.default_rng(seed)
     count = len(problem.machine.devices)
     device = rng.integers(0, count, problem.core.tasks.num_tasks).astype(np.int32)
-    devices = problem.expand(device)
+    devices = problem.spaces.op_devices(device)
     said = broken_demands(problem, devices.tolist())
     assert bool(said) == bool(problem.violations(Placement(devices)))
 
@@ -170,7 +170,7 @@ def test_pins_hold_for_what_reads_the_weights(pins, soft, tied):
     refused = 0
     for number in range(2**problem.core.tasks.num_tasks):
         tasks = np.array([number >> k & 1 for k in range(problem.core.tasks.num_tasks)], np.int32)
-        devices = problem.expand(tasks)
+        devices = problem.spaces.op_devices(tasks)
         told = bool(broken_demands(problem, devices.tolist()))
         assert told == bool(problem.violations(Placement(devices)))
         refused += told
@@ -253,7 +253,7 @@ def test_parts_of_very_long_transfers_are_whole():
         f"a = f bytes={size} ns=1\nb = f(a) bytes=1 ns=1\nc = g(a) bytes=1 ns=1",
         dataclasses.replace(machine, links=links),
     )
-    assert problem.core.wires.send_ns[0, 0] == size + 1
+    assert problem.core.wires.transfers.send_ns[0, 0] == size + 1
     placement = Placement(np.array([0, 1, 0], np.int32))
     verdict = verify_placement(problem, placement)
     assert verdict.step_ns == simulate(problem, placement).makespan_ns

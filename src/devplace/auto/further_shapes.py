@@ -21,7 +21,7 @@ from devplace.run.batch_inputs import as_captured_call
 from devplace.run.captured_shape import input_sizes, shown_sizes
 from devplace.run.compile import Step
 from devplace.run.planned import add_shape
-from devplace.run.schedule import source_bytes, stored_sources
+from devplace.schedule import source_bytes, stored_sources
 from devplace.step_capture.batch import as_call, num_rows, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
 from devplace.units import format_time

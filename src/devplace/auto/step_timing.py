@@ -15,7 +15,7 @@ from devplace.files import alone
 from devplace.graph import Captured
 from devplace.graph.graph import BATCH_ON
 from devplace.run.executors import Executor, accelerators_used, make_executor
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 from devplace.units import NS_PER_S
 
 ROUNDS = 7

@@ -146,7 +146,7 @@ def _compile_kernels(plan: Plan, session: Session) -> None:
         return
     from devplace.kernels.prepare import prepare
     from devplace.run.executors import used_devices
-    from devplace.run.schedule import make_schedule
+    from devplace.schedule import make_schedule
 
     schedule = make_schedule(graph, plan.placement, plan.order, plan.device_names)
     with working("compiling kernels") as note:

@@ -72,7 +72,7 @@ def trace(path: Path, output: Path, given: Given, with_deviations: bool) -> Trac
     session = reopen(plan, path, given)
     refuse_overwriting(output, session.request.files())
     from devplace import report
-    from devplace.run.schedule import make_schedule
+    from devplace.schedule import make_schedule
 
     graph = session.problem.graph
     transfers: Sequence[Any] = ()  # those of a graph that can be run

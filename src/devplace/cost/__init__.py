@@ -1,6 +1,6 @@
 """How long every op takes on every device."""
 
 from devplace.cost.analytic import Analytic
-from devplace.cost.table import CostModel, CostTable, transfer_ns, transfer_times
+from devplace.cost.table import CostModel, CostTable
 
-__all__ = ["Analytic", "CostModel", "CostTable", "transfer_ns", "transfer_times"]
+__all__ = ["Analytic", "CostModel", "CostTable"]

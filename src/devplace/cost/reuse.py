@@ -31,11 +31,7 @@ def cold_inputs(graph: OpGraph, order: Sequence[int]) -> dict[int, frozenset[int
         graph: The step.
         order: Ops of the device; views and sources among them do nothing.
     """
-    tensors = graph.tensors
-    root = list(range(len(tensors)))
-    for op in graph.ops:
-        for out in op.outputs if op.is_view else ():
-            root[out] = root[op.alias_of]
+    tensors, storage = graph.tensors, graph.storage
     seen: dict[int, int] = {}
     touched, found = 0, {}
     for index in order:
@@ -46,11 +42,11 @@ def cold_inputs(graph: OpGraph, order: Sequence[int]) -> dict[int, frozenset[int
             tensor
             for tensor in op.inputs
             if tensors[tensor].num_bytes >= MIN_COLD_BYTES
-            and touched - seen.get(root[tensor], -FRESH_BYTES) >= FRESH_BYTES
+            and touched - seen.get(storage[tensor], -FRESH_BYTES) >= FRESH_BYTES
         )
         for tensor in (*op.inputs, *op.outputs):
             touched += tensors[tensor].num_bytes
-            seen[root[tensor]] = touched
+            seen[storage[tensor]] = touched
     return found
 
 

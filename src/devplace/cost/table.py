@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from devplace.cost.reuse import CacheTimes
 from devplace.errors import InputError
 from devplace.graph import OpGraph
-from devplace.machine import Link, Machine
+from devplace.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,3 @@ class CostModel(Protocol):
     def __call__(self, graph: OpGraph, machine: Machine) -> CostTable:
         """Price every op on every device."""
         ...
-
-
-def transfer_ns(num_bytes: int, link: Link) -> int:
-    """Time a transfer occupies the link's channels, ns; it arrives `link.latency_ns` later."""
-    return link.duration_ns(num_bytes)
-
-
-def transfer_times(num_bytes: NDArray[np.int64], link: Link) -> NDArray[np.int64]:
-    """`transfer_ns` of many sizes, at most the largest int64."""
-    sizes, where = np.unique(num_bytes, return_inverse=True)
-    most = int(np.iinfo(np.int64).max)
-    times = [min(transfer_ns(int(size), link), most) for size in sizes]
-    return np.array(times, np.int64)[where] if times else np.zeros(0, np.int64)

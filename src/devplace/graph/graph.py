@@ -188,6 +188,45 @@ class OpGraph:
         return tuple(made)
 
     @cached_property
+    def storage(self) -> tuple[int, ...]:
+        """Id of the tensor in whose memory each tensor lies: its own, or that of a view's base."""
+        found = list(range(len(self.tensors)))
+        for op in self.ops:
+            for tensor in op.outputs if op.is_view else ():
+                found[tensor] = found[op.alias_of]
+        return tuple(found)
+
+    @cached_property
+    def carrier(self) -> tuple[int, ...]:
+        """Id of the tensor that crosses a link where each tensor is needed on another device.
+
+        A view of the whole crosses as its base and is made again there; a view of a part crosses
+        by itself, and so does what `as_strided` gives: it counts elements of the storage, which a
+        copy may lay out anew.
+        """
+        found = list(range(len(self.tensors)))
+        for op in self.ops:
+            if not op.is_view or "as_strided" in op.target:
+                continue
+            base = found[op.alias_of]
+            for tensor in op.outputs:
+                if self.tensors[tensor].num_bytes >= self.tensors[base].num_bytes:
+                    found[tensor] = base
+        return tuple(found)
+
+    @cached_property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Per op the ops whose results it needs: no sources, and views looked through."""
+        owner = [self.producer[tensor] for tensor in self.storage]
+        runs = [not (op.is_source or op.is_view) for op in self.ops]
+        return tuple(
+            tuple(sorted({owner[tensor] for tensor in op.inputs if runs[owner[tensor]]}))
+            if runs[index]
+            else ()
+            for index, op in enumerate(self.ops)
+        )
+
+    @cached_property
     def op_index(self) -> dict[str, int]:
         """Index of each op by name."""
         return {op.name: index for index, op in enumerate(self.ops)}

@@ -30,8 +30,7 @@ def overwritten_sources(graph: OpGraph) -> dict[int, int]:
         Tensor id of the new value -> source op. Whether it happens is a matter of order: no one
         else may read the old value any more.
     """
-    roots = _Roots(graph)
-    handed_out = {roots.of(r.tensor) for r in graph.results if r.replaces < 0}
+    handed_out = {graph.storage[r.tensor] for r in graph.results if r.replaces < 0}
     found: dict[int, int] = {}
     for result in graph.results:
         maker = graph.ops[graph.producer[result.tensor]]
@@ -43,23 +42,9 @@ def overwritten_sources(graph: OpGraph) -> dict[int, int]:
             graph.tensors[result.tensor].shape,
             graph.tensors[result.tensor].dtype,
         )
-        touched = {tensor for tensor in maker.inputs if roots.of(tensor) == old}
+        touched = {tensor for tensor in maker.inputs if graph.storage[tensor] == old}
         # A fused op is compiled for what it reads, and only that can it write over.
         may_write = touched == {old} if maker.members else touched <= {old}
         if same and may_write and result.tensor not in handed_out:
             found.setdefault(result.tensor, result.replaces)
     return found
-
-
-class _Roots:
-    """The tensor whose memory each tensor lies in."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self._root = list(range(len(graph.tensors)))
-        for op in graph.ops:
-            if op.is_view:
-                for out in op.outputs:
-                    self._root[out] = self._root[op.alias_of]
-
-    def of(self, tensor: int) -> int:
-        return self._root[tensor]

@@ -5,9 +5,11 @@ torch objects are held here, but torch itself is not imported.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 BindingKind = Literal["parameter", "buffer", "state", "constant", "input", "scalar"]
 
@@ -62,6 +64,18 @@ class Constant:
     """A leaf of the inputs or of the output that is not a tensor, such as an int or None."""
 
     value: Any
+
+
+class Call(NamedTuple):
+    """How an op is called.
+
+    Attributes:
+        node: FX node of the call.
+        parts: Where it gives several tensors: (place among them, tensor) of those that are read.
+    """
+
+    node: Any
+    parts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,21 @@ class Program:
     trainable: Mapping[str, bool] = field(default_factory=dict)
     buffers_shared: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
+
+    @cached_property
+    def calls(self) -> dict[int, Call]:
+        """Op -> its call, of all ops but sources."""
+        found: dict[int, Call] = {}
+        for node in self.module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            op = self.op_of[node.name]
+            if node.target is operator.getitem:
+                part = node.args[1], self.tensor_of[node.name]
+                found[op] = Call(found[op].node, (*found[op].parts, part))
+            else:
+                found[op] = Call(node, ())
+        return found
 
 
 def layouts_of(value: Any) -> Layouts:

@@ -53,16 +53,16 @@ class StepPrices:
     @cached_property
     def link_class(self) -> I32:
         """Row of `transfer_ns` for each ordered pair, -1 on the diagonal. `[D, D]`"""
-        return self.problem.core.wires.link_class
+        return self.problem.core.transfers.link_class
 
     @cached_property
     def transfer_ns(self) -> I64:
         """Time of each carrier on each kind of link. `[C, T]`"""
-        machine, wires = self.problem.machine, self.problem.core.wires
+        machine, transfers = self.problem.machine, self.problem.core.transfers
         names = machine.device_names
-        prices = wires.transfer_ns.copy()
+        prices = transfers.transfer_ns.copy()
         for row in range(len(prices)):
-            pairs = np.argwhere(wires.link_class == row)
+            pairs = np.argwhere(transfers.link_class == row)
             for src, dst in pairs[:1].tolist():
                 link = machine.path(names[src], names[dst])
                 if link is not None:

@@ -199,7 +199,7 @@ class _Run:
             return self.seen[name]
         if self._is_spent():
             return False
-        timeline = simulate(self.problem, Placement(self.problem.expand(device)))
+        timeline = simulate(self.problem, Placement(self.problem.spaces.op_devices(device)))
         self.simulated += 1
         over = sum(timeline.missing_bytes.values())
         key = (over, int(self.step.prices.loads_ns(device).max()), timeline.makespan_ns)

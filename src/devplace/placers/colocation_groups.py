@@ -51,8 +51,3 @@ def by_vote(problem: Problem, task_wish: I32, weight: F64) -> I32:
     votes = np.zeros((tasks.num_groups, len(problem.machine.devices)))
     np.add.at(votes, (tasks.group, task_wish), weight + 1e-9)
     return legal(problem, votes.argmax(axis=1).astype(np.int32))
-
-
-def op_devices(problem: Problem, group_devices: I32) -> I32:
-    """Device of every op from that of every group. `[V]`"""
-    return problem.expand(group_devices[problem.core.tasks.group])

@@ -228,7 +228,8 @@ class Evaluator:
             )
         groups, priority, waits, step, overflow, made, interrupted = found
         self.meter.count(int(made.sum()))
-        self._remember(step, overflow, groups[:, self.problem.core.tasks.group], priority, waits)
+        devices = self.problem.spaces.tasks_from_groups(groups)
+        self._remember(step, overflow, devices, priority, waits)
         if interrupted:
             raise KeyboardInterrupt
         self.meter.tell()

@@ -83,7 +83,7 @@ class History:
             priority, rows = state["order"]
             of_op = None if priority is None else np.array(priority, np.int64)
             order = tuple(tuple(row) for row in rows)
-            self._ordered = Placement(self._problem.expand(self._best[1]), of_op, order)
+            self._ordered = Placement(self._problem.spaces.op_devices(self._best[1]), of_op, order)
         self.runners_up.load_state_dict(state["runners_up"])
 
 
@@ -92,8 +92,8 @@ def placement_of(problem: Problem, entry: Entry) -> Placement:
     _, device, priority, in_turn = entry
     if in_turn and priority is not None:
         return placed_in_turn(problem, device, priority)
-    of_op = None if priority is None else problem.op_priority(priority)
-    return Placement(problem.expand(device), of_op)
+    of_op = None if priority is None else problem.spaces.ops_from_tasks(priority)
+    return Placement(problem.spaces.op_devices(device), of_op)
 
 
 def _order_as_state(placement: Placement) -> list[Any]:

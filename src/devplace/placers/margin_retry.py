@@ -127,7 +127,7 @@ def with_priority(problem: Problem, placement: Placement) -> Placement:
         return placement
     device = problem.task_devices(placement)
     priority = make_kernel(problem.core).priority(device)
-    found = Placement(placement.devices, problem.op_priority(priority), placement.order)
+    found = Placement(placement.devices, problem.spaces.ops_from_tasks(priority), placement.order)
     if found.order is not None:
         return found
     merit = partial(_merit, problem)
@@ -184,11 +184,7 @@ def _search(
 
 def _lacks_only_gaps(timeline: Timeline) -> bool:
     """Whether what is in use at once would fit, and what is reserved does not."""
-    if timeline.is_feasible:
-        return False
-    wires, run = timeline.problem.core.wires, timeline.run
-    fits = (run.peak_bytes <= wires.limit_bytes).all()
-    return bool(fits and (run.pool_peak_bytes <= wires.pool_limit_bytes).all())
+    return timeline.fits_in_use and not timeline.is_feasible
 
 
 def _fitting(problem: Problem, best: Found, known: list[Placement]) -> Found:

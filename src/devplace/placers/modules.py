@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from devplace.graph import Op
 from devplace.graph.members import module_shares, parts_of
-from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns
 from devplace.problem import Placement, Problem
 
 I32 = NDArray[np.int32]
@@ -43,7 +43,7 @@ class ModuleChain:
         """Placement with every module's ops on its device; groups follow their costliest op."""
         weight = mean_duration_ns(problem)
         groups = by_vote(problem, device_of_module[self.of_task].astype(np.int32), weight)
-        return Placement(op_devices(problem, groups))
+        return Placement(problem.spaces.op_devices_of_groups(groups))
 
 
 def module_chain(problem: Problem) -> ModuleChain:

@@ -69,7 +69,7 @@ def _slots(problem: Problem, device: NDArray[np.int32], is_late: bool) -> I64:
     starts = np.where(batch < ahead, k + batch, k + 2 * batch)
     backs = 2 * count - 1 - k + 2 * batch
     if is_late:
-        backs = backs + 2 * k * problem.is_side[tasks.task_op]
+        backs = backs + 2 * k * problem.spaces.tasks_from_ops(problem.is_side)
     slot: I64 = np.where(forward, starts, backs).astype(np.int64)
     last = np.array([op.stage == "update" for op in of_task]) | (~forward & (batch < 0))
     slot[forward & (batch < 0)] = -1

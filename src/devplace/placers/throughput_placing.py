@@ -74,7 +74,9 @@ class Throughput(Objective):
         else:
             solved = margin_retry.search(problem, placer, budget, seed, progress)
             device, least_ns = together(problem, problem.task_devices(solved.placement)), 0
-        placement = margin_retry.with_priority(problem, Placement(problem.expand(device)))
+        placement = margin_retry.with_priority(
+            problem, Placement(problem.spaces.op_devices(device))
+        )
         timeline = simulate(problem, placement)
         return Found(
             placement,

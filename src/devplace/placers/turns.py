@@ -26,23 +26,17 @@ def placed_in_turn(problem: Problem, task_devices: I32, turn: I64) -> Placement:
         task_devices: int32 `[N]`
         turn: int64 `[N]`
     """
-    tasks = problem.core.tasks
-    rows: list[list[int]] = [[] for _ in problem.machine.devices]
-    where, source = task_devices.tolist(), tasks.is_source.tolist()
-    for task in np.argsort(-turn, kind="stable").tolist():
-        if not source[task]:
-            rows[where[task]].append(int(tasks.task_op[task]))
-    order = tuple(tuple(row) for row in rows)
-    return Placement(problem.expand(task_devices), problem.op_priority(turn), order)
+    spaces, in_order = problem.spaces, np.argsort(-turn, kind="stable").tolist()
+    order = spaces.order_of(in_order, task_devices, problem.core.num_devices)
+    return Placement(spaces.op_devices(task_devices), spaces.ops_from_tasks(turn), order)
 
 
 def turns_of(problem: Problem, placement: Placement) -> I64:
     """The turn of every task in the order of a placement that has one. int64 `[N]`"""
     assert placement.order is not None
-    tasks, key = problem.core.tasks, np.zeros(problem.core.tasks.num_tasks, np.int64)
+    key = np.zeros(problem.core.tasks.num_tasks, np.int64)
     for row in placement.order:
-        places = tasks.op_task[np.array(row, np.int64)]
-        key[places] = np.arange(len(row))
+        key[problem.spaces.tasks_of(row)] = np.arange(len(row))
     return turns_by(problem, key, placement.order)
 
 
@@ -67,8 +61,7 @@ def turns_by(problem: Problem, key: I64, order: tuple[tuple[int, ...], ...] = ()
                 behind[other].append(task)
                 missing[task] += 1
     for row in order:
-        places = tasks.op_task[np.array(row, np.int64)].tolist()
-        for first, second in pairwise(places):
+        for first, second in pairwise(problem.spaces.tasks_of(row).tolist()):
             behind[first].append(second)
             missing[second] += 1
     turn = np.zeros(count, np.int64)

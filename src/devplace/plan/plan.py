@@ -365,7 +365,7 @@ def _check_machine(plan: Plan, machine: Machine) -> None:
 def _check_placement(plan: Plan, problem: Problem) -> None:
     broken = problem.violations(plan.as_placement())
     if not broken:
-        expected = problem.expand(problem.task_devices(plan.as_placement()))
+        expected = problem.spaces.op_devices(problem.task_devices(plan.as_placement()))
         owned = problem.core.tasks.op_task >= 0  # copies of read-only sources are anywhere
         apart = np.flatnonzero((expected != np.array(plan.placement)) & owned)
         broken = (

@@ -10,21 +10,19 @@ to them. In shapes `N` is tasks, `T` carriers, `S` storages,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.cost import CostTable, transfer_times
-from devplace.cost.batch_copies import copy_times
+from devplace.cost import CostTable
 from devplace.graph import OpGraph
 from devplace.graph.coarsen import parameter_name
 from devplace.graph.overwrite import overwritten_sources
-from devplace.machine import Link, Machine
-from devplace.machine.machine import channels_of
+from devplace.machine import Machine
+from devplace.problem.transfers import Transfers, pointers, price_transfers
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -120,15 +118,7 @@ class Wires:
 
     Attributes:
         duration_ns: Time of each task on each device. `[N, D]`
-        transfer_ns: Time each carrier occupies a link of each kind. `[C, T]`
-        channel_ns: Time it occupies the link's channels, which other links may share. `[C, T]`
-        queues: 1 if it waits for channels and for others that do, 0 if it has a lane of its own,
-            2 if it waits for nothing; uint8. `[C, T]`
-        send_ns, receive_ns: Time it takes of the sender's and the receiver's ops. `[C, T]`
-        link_class: Kind of link of each ordered pair, -1 on the diagonal. `[D, D]`
-        latency_ns: `[D, D]`
-        channel_ptr, channel: Channels of pair `d * D + e`. `[D*D+1]`, `[..]`
-        num_channels: Number of channels.
+        transfers: Of carriers between devices, and copies of the batch.
         streams: Ops a device runs at once. `[D]`
         limit_bytes: Memory a device may use. `[D]`
         fixed_buffers: Whether what is received and what outlives the step has fixed addresses
@@ -138,28 +128,16 @@ class Wires:
             buffers. `[D]`
         pool: Memory pool of each device, -1 for none. `[D]`
         pool_limit_bytes: `[P]`
-        copy_ns: Time to copy each read-only source to each device before the step begins; only
-            those of the batch take any. `[K, D]`
     """
 
     duration_ns: I64
-    transfer_ns: I64
-    channel_ns: I64
-    queues: NDArray[np.uint8]
-    link_class: I32
-    latency_ns: I64
-    send_ns: I64
-    receive_ns: I64
-    channel_ptr: I32
-    channel: I32
-    num_channels: int
+    transfers: Transfers
     streams: I32
     limit_bytes: I64
     fixed_buffers: NDArray[np.uint8]
     held_bytes: I64
     pool: I32
     pool_limit_bytes: I64
-    copy_ns: I64
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,17 +147,28 @@ class Core:
     tasks: Tasks
     wires: Wires
 
+    @property
+    def transfers(self) -> Transfers:
+        """What transfers take."""
+        return self.wires.transfers
+
     def batch_ns(self, device: I32) -> int:
         """Time it takes to copy the batch to the devices that read it, one copy after the other.
 
         Args:
             device: Device of each task. int32 `[N]`
         """
-        tasks, total = self.tasks, 0
-        for const in np.flatnonzero(self.wires.copy_ns.any(axis=1)).tolist():
-            users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
-            total += int(self.wires.copy_ns[const, np.unique(device[users])].sum())
-        return total
+        transfers = self.transfers
+        return sum(
+            int(transfers.copy_ns[const, np.unique(device[users])].sum())
+            for const, users in self.copied()
+        )
+
+    def copied(self) -> Iterator[tuple[int, I32]]:
+        """Read-only sources whose copies take time, and the tasks that read each."""
+        tasks = self.tasks
+        for const in self.transfers.copied:
+            yield const, tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
 
     @property
     def num_devices(self) -> int:
@@ -187,40 +176,10 @@ class Core:
         return len(self.wires.streams)
 
 
-def pointers(lists: Iterable[Sequence[int]]) -> tuple[I32, I32]:
-    """Compressed rows of `lists`: offsets and concatenated values."""
-    rows = list(lists)
-    ptr = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=ptr[1:])
-    flat = np.fromiter((x for row in rows for x in row), np.int32, int(ptr[-1]))
-    return ptr, flat
-
-
-class _Folding:
-    """Which op owns each tensor's storage, and which tensor travels in its place."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        count = len(graph.tensors)
-        self.owner = [-1] * count
-        self.carrier = list(range(count))
-        self.storage = list(range(count))
-        size = [tensor.num_bytes for tensor in graph.tensors]
-        for index, op in enumerate(graph.ops):
-            for out in op.outputs:
-                if not op.is_view:
-                    self.owner[out] = index
-                    continue
-                base = op.alias_of
-                self.owner[out] = self.owner[base]
-                self.storage[out] = self.storage[base]
-                if size[out] >= size[self.carrier[base]]:
-                    self.carrier[out] = self.carrier[base]
-
-
 class _Layout:
     """Tasks, the carriers and storages they make, and who reads what; all by tensor id."""
 
-    def __init__(self, graph: OpGraph, fold: _Folding) -> None:
+    def __init__(self, graph: OpGraph) -> None:
         replaced = graph.replaced
         is_const = [op.is_source and index not in replaced for index, op in enumerate(graph.ops)]
         self.task_ops = [i for i, op in enumerate(graph.ops) if not op.is_view and not is_const[i]]
@@ -231,27 +190,28 @@ class _Layout:
         self.const_users: list[list[int]] = [[] for _ in self.const_ops]
         self.made: list[list[int]] = [[] for _ in self.task_ops]
         self.stores: list[list[int]] = [[] for _ in self.task_ops]
-        self._collect_reads(graph, fold)
-        self._collect_made(graph, fold)
+        self.owner = [graph.producer[tensor] for tensor in graph.storage]
+        self._collect_reads(graph)
+        self._collect_made(graph)
         self.carriers = [t for row in self.made for t in row]
         self.storages = [t for row in self.stores for t in row]
         self.carrier_id = {t: i for i, t in enumerate(self.carriers)}
         self.storage_id = {t: i for i, t in enumerate(self.storages)}
 
-    def _collect_reads(self, graph: OpGraph, fold: _Folding) -> None:
+    def _collect_reads(self, graph: OpGraph) -> None:
         for task, index in enumerate(self.task_ops):
-            carriers = list(dict.fromkeys(fold.carrier[t] for t in graph.ops[index].inputs))
-            for owner in {fold.owner[t] for t in carriers} & self.const_of.keys():
+            carriers = list(dict.fromkeys(graph.carrier[t] for t in graph.ops[index].inputs))
+            for owner in {self.owner[t] for t in carriers} & self.const_of.keys():
                 self.const_users[self.const_of[owner]].append(task)
-            self.reads.append([t for t in carriers if fold.owner[t] in self.task_of])
+            self.reads.append([t for t in carriers if self.owner[t] in self.task_of])
 
-    def _collect_made(self, graph: OpGraph, fold: _Folding) -> None:
+    def _collect_made(self, graph: OpGraph) -> None:
         travels = {t for row in self.reads for t in row}
         for tensor in range(len(graph.tensors)):
-            task = self.task_of.get(fold.owner[tensor])
+            task = self.task_of.get(self.owner[tensor])
             if task is None:
                 continue
-            if fold.storage[tensor] == tensor:
+            if graph.storage[tensor] == tensor:
                 self.stores[task].append(tensor)
             if tensor in travels:
                 self.made[task].append(tensor)
@@ -276,12 +236,12 @@ class _Layout:
                 over[self.storage_id[tensor]] = self.storage_id[old]
         return over
 
-    def held(self, graph: OpGraph, fold: _Folding) -> NDArray[np.uint8]:
+    def held(self, graph: OpGraph) -> NDArray[np.uint8]:
         """Whether each storage is kept to the end of the step."""
         held = np.zeros(len(self.storages), np.uint8)
         for result in graph.results:
-            if fold.owner[result.tensor] in self.task_of:
-                held[self.storage_id[fold.storage[result.tensor]]] = 1
+            if self.owner[result.tensor] in self.task_of:
+                held[self.storage_id[graph.storage[result.tensor]]] = 1
         return held
 
 
@@ -294,21 +254,20 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
     """
     if workspace_bytes is None:
         workspace_bytes = np.array([op.workspace_bytes for op in graph.ops], np.int64)
-    fold = _Folding(graph)
-    layout = _Layout(graph, fold)
-    owners = [fold.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
+    layout = _Layout(graph)
+    owners = [layout.owner[op.outputs[0]] if op.outputs else i for i, op in enumerate(graph.ops)]
     size = np.array([t.num_bytes for t in graph.tensors], np.int64)
     const_bytes = [sum(size[t] for t in graph.ops[i].outputs) for i in layout.const_ops]
     cons_ptr, cons = pointers(layout.consumers())
     in_ptr, in_carrier = pointers([[layout.carrier_id[t] for t in row] for row in layout.reads])
     const_ptr, const_user = pointers(layout.const_users)
-    storage_of = [layout.storage_id[fold.storage[t]] for t in layout.carriers]
+    storage_of = [layout.storage_id[graph.storage[t]] for t in layout.carriers]
     return Tasks(
         task_op=np.array(layout.task_ops, np.int32),
         op_task=np.array([layout.task_of.get(o, -1) for o in owners], np.int32),
         op_const=np.array([layout.const_of.get(o, -1) for o in owners], np.int32),
         is_source=np.array([graph.ops[i].is_source for i in layout.task_ops], np.uint8),
-        group=_groups(graph, fold, layout.task_of),
+        group=_groups(graph, layout),
         workspace_bytes=workspace_bytes[np.array(layout.task_ops, np.int64)],
         out_ptr=pointers(layout.made)[0],
         carrier_tensor=np.array(layout.carriers, np.int32),
@@ -320,7 +279,7 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
         in_carrier=in_carrier,
         storage_ptr=pointers(layout.stores)[0],
         storage_bytes=size[np.array(layout.storages, np.int64)],
-        storage_held=layout.held(graph, fold),
+        storage_held=layout.held(graph),
         storage_over=layout.over(graph),
         const_op=np.array(layout.const_ops, np.int32),
         const_bytes=np.array(const_bytes, np.int64),
@@ -330,8 +289,9 @@ def build_tasks(graph: OpGraph, workspace_bytes: I64 | None = None) -> Tasks:
     )
 
 
-def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
+def _groups(graph: OpGraph, layout: _Layout) -> I32:
     """A source that is replaced sits with its state and with the ops that replace it."""
+    owner, task_of = layout.owner, layout.task_of
     parent = list(range(len(task_of)))
 
     def find(x: int) -> int:
@@ -347,8 +307,8 @@ def _groups(graph: OpGraph, fold: _Folding, task_of: dict[int, int]) -> I32:
     state_home: dict[str, int] = {}
     for source, tensor in graph.replaced.items():
         task = task_of[source]
-        if fold.owner[tensor] in task_of:
-            join(task, task_of[fold.owner[tensor]])
+        if owner[tensor] in task_of:
+            join(task, task_of[owner[tensor]])
         op = graph.ops[source]
         if op.role in ("parameter", "state"):
             home = parameter_name(op.name, op.role)
@@ -374,74 +334,30 @@ def build_wires(
         limit_bytes: Memory a device may use. `[D]`
         batch_on: Device on which the batch lies; default: the host.
     """
-    names = machine.device_names
-    count = len(names)
-    link_class = np.full((count, count), -1, np.int32)
-    latency = np.zeros((count, count), np.int64)
-    kinds: dict[Link, int] = {}
-    channels: dict[str, int] = {}
-    rows: list[list[int]] = []
-    for d, src in enumerate(names):
-        for e, dst in enumerate(names):
-            link = machine.path(src, dst) if d != e else None
-            if link is None:
-                rows.append([])
-                continue
-            link_class[d, e] = kinds.setdefault(_kind(link), len(kinds))
-            latency[d, e] = link.latency_ns
-            rows.append([channels.setdefault(c, len(channels)) for c in channels_of(link)])
-    times = np.zeros((max(1, len(kinds)), len(tasks.carrier_bytes)), np.int64)
-    send, receive, shared = times.copy(), times.copy(), times.copy()
-    queues = np.ones(times.shape, np.uint8)
-    for link, row in kinds.items():
-        times[row] = transfer_times(tasks.carrier_bytes, link)
-        at_full_rate = transfer_times(tasks.carrier_bytes, msgspec.structs.replace(link, points=()))
-        shared[row] = np.minimum(times[row], at_full_rate)
-        queues[row] = 2 if link.parallel else tasks.carrier_bytes >= link.engine_bytes
-        send[row] = link.send_overhead_ns + _part(link.send_share, times[row])
-        receive[row] = link.receive_overhead_ns + _part(link.receive_share, times[row])
-    channel_ptr, channel = pointers(rows)
     pools = {pool.name: i for i, pool in enumerate(machine.pools)}
     reserve = {name: 0 for name in pools}
     for device in machine.devices:
         if device.pool:
             reserve[device.pool] += device.reserve_bytes
-    copies = copy_times(tasks.const_bytes, machine, batch_on)
-    copies[tasks.is_input == 0] = 0
     durations = costs.compute_ns[tasks.task_op]
     durations[tasks.is_source.astype(bool)] = 0
     return Wires(
         duration_ns=np.ascontiguousarray(durations, np.int64),
-        transfer_ns=times,
-        channel_ns=shared,
-        queues=queues,
-        link_class=link_class,
-        latency_ns=latency,
-        send_ns=send,
-        receive_ns=receive,
-        channel_ptr=channel_ptr,
-        channel=channel,
-        num_channels=len(channels),
+        transfers=price_transfers(
+            tasks.carrier_bytes, tasks.const_bytes, tasks.is_input, machine, batch_on
+        ),
         streams=np.array([device.streams for device in machine.devices], np.int32),
         limit_bytes=np.array(limit_bytes, np.int64),
         fixed_buffers=np.array(
             [device.traits.fixed_addresses for device in machine.devices], np.uint8
         ),
-        held_bytes=np.zeros(count, np.int64) if costs.held_bytes is None else costs.held_bytes,
+        held_bytes=(
+            np.zeros(len(machine.devices), np.int64)
+            if costs.held_bytes is None
+            else costs.held_bytes
+        ),
         pool=np.array([pools.get(device.pool, -1) for device in machine.devices], np.int32),
         pool_limit_bytes=np.array(
             [max(0, pool.memory_bytes - reserve[pool.name]) for pool in machine.pools], np.int64
         ),
-        copy_ns=copies,
     )
-
-
-def _part(share: float, times: I64) -> I64:
-    """A part of each time, rounded; whole before anything is added, which a float may not hold."""
-    rounded: I64 = np.rint(share * times).astype(np.int64)
-    return rounded
-
-
-def _kind(link: Link) -> Link:
-    """What prices a transfer on a link, whoever it joins."""
-    return msgspec.structs.replace(link, src="", dst="", channels=(), latency_ns=0, usable=True)

@@ -18,6 +18,7 @@ from devplace.machine import Machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.demands import Demands, demands_of
 from devplace.problem.device_names import require_mapping, resolve_device, without_memory
+from devplace.problem.index_spaces import IndexSpaces
 from devplace.problem.placement import Placement
 from devplace.units import NS_PER_S, format_bytes, parse_size
 
@@ -106,12 +107,11 @@ class Problem:
 
     def _check_times(self) -> None:
         """One thing after the other, everything sent everywhere: even that must fit 64 bits."""
-        wires = self.core.wires
-        each = (wires.transfer_ns + wires.send_ns + wires.receive_ns).max(axis=0)
-        once = float(wires.latency_ns.max())
-        transfers = (each + once).sum(dtype=float) * (len(wires.streams) - 1)
-        total = wires.duration_ns.max(axis=1).sum(dtype=float) + transfers
-        total += wires.copy_ns.sum(dtype=float)
+        wires, transfers = self.core.wires, self.core.transfers
+        each = transfers.dearest_ns + float(transfers.latency_ns.max())
+        total = wires.duration_ns.max(axis=1).sum(dtype=float)
+        total += each.sum(dtype=float) * (len(wires.streams) - 1)
+        total += transfers.copy_ns.sum(dtype=float)
         if total >= 2**62:
             raise ProblemError(
                 f"The times of a step must fit 64 bits: these add up to {total / NS_PER_S:.2g} s. "
@@ -214,26 +214,10 @@ class Problem:
                     f"{format_bytes(usable)} that it has for a step; the smaller one holds"
                 )
 
-    def expand(self, task_devices: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Device of every op from that of every task: views with their base, read-only sources
-        with their first reader.
-
-        Args:
-            task_devices: int32, shape `[N]`.
-
-        Returns:
-            int32, shape `[V]`.
-        """
-        tasks = self.core.tasks
-        devices = np.full(len(self.graph.ops), self.usable_devices[0], np.int32)
-        owned = tasks.op_task >= 0
-        devices[owned] = task_devices[tasks.op_task[owned]]
-        read = tasks.const_ptr[1:] > tasks.const_ptr[:-1]
-        home = np.full(len(tasks.const_op), self.usable_devices[0], np.int32)
-        home[read] = task_devices[tasks.const_user[tasks.const_ptr[:-1][read]]]
-        const = tasks.op_const >= 0
-        devices[const] = home[tasks.op_const[const]]
-        return devices
+    @cached_property
+    def spaces(self) -> IndexSpaces:
+        """Converts between ops, tasks and colocation groups."""
+        return IndexSpaces(self.core.tasks, len(self.graph.ops), self.usable_devices[0])
 
     def task_devices(self, placement: Placement) -> NDArray[np.int32]:
         """Device of every task, int32 `[N]`."""
@@ -253,7 +237,7 @@ class Problem:
                 f"A placement has device indices 0 to {len(self.machine.devices) - 1}, "
                 f"got {devices.min()} to {devices.max()}."
             )
-        return np.ascontiguousarray(devices[self.core.tasks.task_op], np.int32)
+        return self.spaces.tasks_from_ops(devices).astype(np.int32)
 
     def task_priority(self, priority: NDArray[np.int64]) -> NDArray[np.int64]:
         """Priority of every task, int64 `[N]`, from that of every op.
@@ -268,20 +252,13 @@ class Problem:
                 f"Priorities must be {count} integers, one per op, got shape "
                 f"{given.shape} of {given.dtype}. Give int64."
             )
-        return np.ascontiguousarray(given[self.core.tasks.task_op], np.int64)
-
-    def op_priority(self, priority: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Priority of every op, int64 `[V]`, from that of every task; 0 for what is no task."""
-        given = np.zeros(len(self.graph.ops), np.int64)
-        given[self.core.tasks.task_op] = priority
-        return given
+        return self.spaces.tasks_from_ops(given).astype(np.int64)
 
     def violations(self, placement: Placement) -> list[str]:
         """Which demands a placement breaks: colocation, pins, unsupported ops, excluded devices."""
         tasks, devices = self.core.tasks, self.task_devices(placement)
-        first = np.zeros(tasks.num_groups, np.int32)
-        first[tasks.group[::-1]] = devices[::-1]
-        apart = devices != first[tasks.group]
+        first = self.spaces.groups_from_tasks(devices)
+        apart = devices != self.spaces.tasks_from_groups(first)
         banned = ~self.allowed[tasks.group, devices]
         found = []
         for task in np.flatnonzero(apart | banned):

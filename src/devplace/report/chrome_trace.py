@@ -18,7 +18,7 @@ from devplace.units import NS_PER_US
 
 if TYPE_CHECKING:
     from devplace.run.measured_timeline import MeasuredTimeline
-    from devplace.run.schedule import PlannedTransfer as ScheduledTransfer
+    from devplace.schedule import PlannedTransfer as ScheduledTransfer
 
 Event = dict[str, Any]
 Span = tuple[int, int, str, str, Event]
@@ -162,7 +162,7 @@ def planned_rows(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def _channel_rows(timeline: Timeline) -> dict[str, list[Span]]:
-    problem, wires = timeline.problem, timeline.problem.core.wires
+    problem = timeline.problem
     machine, names = problem.machine, problem.machine.device_names
     carrier_of = problem.core.tasks.carrier_of
     channels: dict[tuple[int, int], tuple[str, ...]] = {}
@@ -172,7 +172,7 @@ def _channel_rows(timeline: Timeline) -> dict[str, list[Span]]:
         if pair not in channels:
             link = machine.path(names[transfer.src], names[transfer.dst])
             channels[pair] = channels_of(link) if link else ()
-        occupied = int(wires.channel_ns[wires.link_class[pair], carrier_of[transfer.tensor]])
+        occupied = problem.core.transfers.price(carrier_of[transfer.tensor], *pair).channel_ns
         args = _transfer_args(timeline, transfer.tensor, *pair)
         args["requested_us"] = transfer.request_ns / NS_PER_US
         args["arrives_us"] = transfer.arrival_ns / NS_PER_US

@@ -17,7 +17,7 @@ from devplace.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from devplace.run.measured_timeline import MeasuredTimeline
-    from devplace.run.schedule import PlannedTransfer as ScheduledTransfer
+    from devplace.schedule import PlannedTransfer as ScheduledTransfer
 
 
 @dataclass(frozen=True)

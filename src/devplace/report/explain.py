@@ -220,8 +220,8 @@ def module_rows(timeline: Timeline) -> tuple[ModuleRow, ...]:
 def _received_bytes(timeline: Timeline) -> dict[str, int]:
     """Bytes per module; a tensor counts for the first of its readers on the device."""
     graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
-    device = timeline.devices[tasks.task_op]
-    start = timeline.start_ns[tasks.task_op]
+    device = timeline.task_devices
+    start = timeline.run.start_ns
     received: dict[str, int] = defaultdict(int)
     for transfer in timeline.transfers:
         x = tasks.carrier_of[transfer.tensor]

@@ -65,7 +65,7 @@ def fallbacks(timeline: Timeline, single_ns: int) -> tuple[Fallback, ...]:
     names = problem.machine.device_names
     total = duration.sum(axis=0)
     fastest = min(problem.usable_devices, key=lambda d: (total[d], d))
-    device = timeline.devices[tasks.task_op]
+    device = timeline.task_devices
     loss = duration[np.arange(len(device)), device] - duration[:, fastest]
     is_slower = (total > _SLOWER * total[fastest])[device] & (loss > 0)
     why = _Why(timeline, fastest, timeline.makespan_ns < single_ns)
@@ -116,8 +116,7 @@ def _is_unsupported(op: Op, patterns: Sequence[str]) -> bool:
 def _group_bytes(timeline: Timeline) -> I64:
     """Bytes all storages of each colocation group take, with the largest workspace. `[G]`"""
     tasks = timeline.problem.core.tasks
-    total = np.zeros(tasks.num_groups, np.int64)
-    np.add.at(total, tasks.group, tasks.made_bytes)
+    total: I64 = timeline.problem.spaces.groups_sum(tasks.made_bytes)
     space = np.zeros(tasks.num_groups, np.int64)
     np.maximum.at(space, tasks.group, tasks.workspace_bytes)
     return total + space

@@ -116,9 +116,9 @@ class _Lifetimes:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.tasks = tasks = timeline.problem.core.tasks
-        self.device = timeline.devices[tasks.task_op]
-        self.start = timeline.start_ns[tasks.task_op]
-        self.finish = timeline.finish_ns[tasks.task_op]
+        self.device = timeline.task_devices
+        self.start = timeline.run.start_ns
+        self.finish = timeline.run.finish_ns
         self.owner = tasks.storage_maker
         self.edge_carrier = np.repeat(np.arange(len(tasks.carrier_bytes)), np.diff(tasks.cons_ptr))
         self.category = _categories(timeline, self.owner, self.edge_carrier)
@@ -314,7 +314,7 @@ def _lines(timeline: Timeline, owner: I64, category: I64) -> tuple[I64, I64]:
         if result.role not in ("parameter", "buffer", "state"):
             continue
         old = graph.ops[result.replaces].outputs[0] if result.replaces >= 0 else -1
-        ways = _way(graph, _base(graph, result.tensor), old)
+        ways = _way(graph, graph.storage[result.tensor], old)
         for place, tensor in enumerate(ways):
             maker = graph.producer[tensor]
             task = tasks.op_task[maker]
@@ -324,12 +324,6 @@ def _lines(timeline: Timeline, owner: I64, category: I64) -> tuple[I64, I64]:
                 line[storage], rank[storage] = number, place
                 category[storage] = _ROLE[result.role]
     return line, rank
-
-
-def _base(graph: OpGraph, tensor: int) -> int:
-    while graph.ops[graph.producer[tensor]].is_view:
-        tensor = graph.ops[graph.producer[tensor]].alias_of
-    return tensor
 
 
 def _way(graph: OpGraph, new: int, old: int) -> list[int]:
@@ -344,7 +338,7 @@ def _way(graph: OpGraph, new: int, old: int) -> list[int]:
                 way.append(before[way[-1]])
             return way
         maker = graph.ops[graph.producer[tensor]]
-        for read in (_base(graph, t) for t in maker.inputs):
+        for read in (graph.storage[t] for t in maker.inputs):
             stage = graph.ops[graph.producer[read]].stage
             is_on_way = read == old or stage == "update"
             if read not in before and is_on_way and graph.tensors[read].num_bytes == size:

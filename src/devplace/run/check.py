@@ -18,9 +18,9 @@ from devplace.run.copies import clone_tensor
 from devplace.run.executors import Executor, accelerators_used, make_executor
 from devplace.run.mailbox import CopyFunction
 from devplace.run.own_step import OwnStep, run_own, why_not_run
-from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState, invent
 from devplace.run.unplaced import run_unplaced
+from devplace.schedule import Schedule, make_schedule
 from devplace.step_capture.batch import as_call
 from devplace.step_capture.optimizers.several import as_one
 

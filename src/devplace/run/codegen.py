@@ -8,7 +8,6 @@ What is left per op is printed by benchmarks/executor.py.
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import torch
 
 from devplace.kernels import kernel_of
 from devplace.run.copies import as_traced
-from devplace.run.schedule import Instruction, Schedule
 from devplace.run.seeds import call_with_default_generator, op_seed, takes_generator
+from devplace.schedule import Instruction, Schedule, last_uses
 
 # A failed step must also end on devices that receive nothing; looking costs about 20 ns.
 _CALLS_BETWEEN_STOP_CHECKS = 32
@@ -63,11 +62,11 @@ def generate(schedule: Schedule, device: int, is_timed: bool = False) -> DeviceC
 class _Generator:
     def __init__(self, schedule: Schedule, device: int, is_timed: bool) -> None:
         self._schedule = schedule
-        self._program = schedule.graph.program
+        self._program = schedule.captured.program
         self._device = device
         self._is_timed = is_timed
         self._position = self._program.random_ops
-        self._names: dict[Any, str] = {}
+        self._names: dict[int, str] = {}
         self._globals: dict[str, Any] = {
             "Stopped": StoppedError,
             "op_seed": op_seed,
@@ -76,12 +75,6 @@ class _Generator:
             "as_traced": as_traced,
         }
         self._global_of: dict[int, str] = {}
-        self._op_of = dict(self._program.op_of)
-        placeholders = self._program.module.graph.nodes
-        names = [node.name for node in placeholders if node.op == "placeholder"]
-        self._op_of.update(
-            (name, binding.op) for name, binding in zip(names, self._program.bindings, strict=True)
-        )
 
     def generate(self) -> DeviceCode:
         instructions = self._schedule.instructions[self._device]
@@ -95,44 +88,44 @@ class _Generator:
             if index % _CALLS_BETWEEN_STOP_CHECKS == 0:
                 lines.append(" if stop: raise Stopped")
             text = self._statement(instruction)
-            dead = [self._name(node) for node in dead_after.get(index, ())]
+            dead = [self._names[t] for t in dead_after.get(index, ()) if t in self._names]
             if dead:
                 text += "; " + " = ".join(dead) + " = None"
             lines.append(" " + text)
             instruction_at[len(lines)] = index
-        results = [self._name(node) for _, node in self._schedule.results[self._device]]
+        results = [self._name(tensor) for _, tensor in self._schedule.results[self._device]]
         lines.append(f" return [{', '.join(results)}]")
         source = "\n".join(lines) + "\n"
         exec(compile(source, FILE_NAME, "exec"), self._globals)
         return DeviceCode(self._globals["run"], sources, instruction_at, source)
 
-    def _name(self, node: Any) -> str:
-        return self._names.setdefault(node, f"v{len(self._names)}")
+    def _name(self, tensor: int) -> str:
+        return self._names.setdefault(tensor, f"v{len(self._names)}")
 
     def _statement(self, instruction: Instruction) -> str:
-        kind, node, transfer = instruction
-        name = self._name(node)
+        kind, what, transfer = instruction
         if kind == "load":
-            slot = self._slot[self._op_of[node.name]]
-            return f"{name} = src[{slot}]; src[{slot}] = None"
+            slot = self._slot[self._schedule.graph.producer[what]]
+            return f"{self._name(what)} = src[{slot}]; src[{slot}] = None"
         if kind == "send":
-            return f"post({transfer}, {name})"
+            return f"post({transfer}, {self._name(what)})"
         if kind == "receive":
-            return f"{name} = receive({transfer})"
-        op = self._op_of[node.name]
+            return f"{self._name(what)} = receive({transfer})"
+        node, parts = self._program.calls[what]
         made = self._call(node)
         layouts = self._program.layouts.get(node.name)
         if layouts is not None:
             made = f"as_traced({made}, {layouts!r})"
-        call = f"{name} = {made}"
-        is_free = node.target is operator.getitem or self._schedule.graph.ops[op].is_view
-        if not self._is_timed or is_free:
-            return call
-        return f"t = now(); {call}; rec(({op}, t, now()))"
+        tensor = self._program.tensor_of.get(node.name)
+        call = f"{'several' if tensor is None else self._name(tensor)} = {made}"
+        if self._is_timed and not self._schedule.graph.ops[what].is_view:
+            call = f"t = now(); {call}; rec(({what}, t, now()))"
+        if tensor is None:
+            taken = [f"{self._name(part)} = several[{place}]; " for place, part in parts]
+            call = f"{call}; {''.join(taken)}several = None"
+        return call
 
     def _call(self, node: Any) -> str:
-        if node.target is operator.getitem:
-            return f"{self._name(node.args[0])}[{self._text(node.args[1])}]"
         kernel = kernel_of(node.target, "cpu")
         function = self._bind(getattr(kernel, "_op", kernel))
         args = [self._text(arg) for arg in node.args]
@@ -149,7 +142,7 @@ class _Generator:
 
     def _text(self, arg: Any) -> str:
         if isinstance(arg, torch.fx.Node):
-            return self._name(arg)
+            return self._name(self._program.tensor_of[arg.name])
         if isinstance(arg, torch.device):
             return self._bind(run_device(arg))
         if type(arg) is list or isinstance(arg, torch.fx.immutable_collections.immutable_list):
@@ -179,21 +172,6 @@ def failed_instruction(error: BaseException, code: DeviceCode) -> int | None:
             return code.instruction_at.get(trace.tb_lineno)
         trace = trace.tb_next
     return None
-
-
-def last_uses(schedule: Schedule, device: int) -> dict[int, list[Any]]:
-    """Index of an instruction of a device -> FX nodes whose values nothing there needs after it."""
-    last: dict[Any, int] = {}
-    for index, (kind, node, _) in enumerate(schedule.instructions[device]):
-        last[node] = index
-        if kind == "call":
-            last.update((arg, index) for arg in node.all_input_nodes)
-    for _, node in schedule.results[device]:
-        last.pop(node, None)
-    dead: dict[int, list[Any]] = {}
-    for node, index in last.items():
-        dead.setdefault(index, []).append(node)
-    return dead
 
 
 def run_device(_captured: Any) -> Any:

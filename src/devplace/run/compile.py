@@ -23,9 +23,9 @@ from devplace.run.cpu import StepOutcome
 from devplace.run.executors import Executor, make_executor, used_devices
 from devplace.run.mailbox import CopyFunction
 from devplace.run.measured_timeline import MeasuredTimeline
-from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.stale import StaleGuard
 from devplace.run.state_dict import HeldState
+from devplace.schedule import Schedule, make_schedule
 from devplace.step_capture.optimizers.several import as_one, each_of
 
 if TYPE_CHECKING:

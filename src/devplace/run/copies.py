@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from devplace.run.schedule import PlannedTransfer
+from devplace.schedule import PlannedTransfer
 
 
 def clone_tensor(value: Any, _transfer: PlannedTransfer | None = None) -> Any:

@@ -16,9 +16,9 @@ from devplace.run.codegen import DeviceCode, StoppedError, failed_instruction, g
 from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
 from devplace.run.measured_timeline import MeasuredTimeline, make_timeline
-from devplace.run.schedule import Schedule, stored_sources
 from devplace.run.seeds import RandomKeys
 from devplace.run.workers import Workers
+from devplace.schedule import Schedule, stored_sources
 
 if TYPE_CHECKING:
     from devplace.run.ranks.processes import Processes
@@ -70,7 +70,7 @@ class CpuExecutor:
         self.seed = seed
         self.put_count: dict[int, int] = {}
         self._missing = set(schedule.holders)
-        self._random_keys = RandomKeys(schedule.graph)
+        self._random_keys = RandomKeys(schedule.captured)
         self._copy = copy
         self._keeps_old_state = keeps_old_state
         self._codes = self._generate(is_timed=False)
@@ -313,10 +313,10 @@ class _StepRun:
         index = failed_instruction(error, self._codes[device])
         if index is None:
             return f"The step failed on {schedule.device_names[device]}: {_first_line(error)}"
-        kind, node, transfer = schedule.instructions[device][index]
+        kind, what, transfer = schedule.instructions[device][index]
         if kind == "send":
             return self._describe_transfer(transfer, error)
-        op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
+        op = schedule.graph.ops[what if kind == "call" else schedule.graph.producer[what]]
         module = f"module {op.module!r}" if op.module else "the model itself"
         where = f"{module}, {op.source_line}" if op.source_line else module
         return (

@@ -10,7 +10,7 @@ from devplace.device_kinds import CPU, is_host, kind_of
 from devplace.run.copies import clone_tensor
 from devplace.run.cpu import CpuExecutor, StepOutcome
 from devplace.run.mailbox import CopyFunction
-from devplace.run.schedule import Schedule
+from devplace.schedule import Schedule
 
 if TYPE_CHECKING:
     from devplace.run.ranks.processes import Processes
@@ -80,7 +80,7 @@ def make_executor(
         if processes is not None:
             copy = processes.copy
         return CpuExecutor(schedule, seed, copy, keeps_old_state, processes)
-    module, _, name = kind_of(schedule.graph.program.device).executor.partition(":")
+    module, _, name = kind_of(schedule.captured.program.device).executor.partition(":")
     executor: Executor = getattr(import_module(module), name)(
         schedule,
         seed,
@@ -107,7 +107,7 @@ def accelerators_used(schedule: Schedule) -> list[str]:
     A step captured on a CPU has other ops (dropout, attention); on logical CPU devices it can be
     tried wherever a plan puts it.
     """
-    kind = kind_of(schedule.graph.program.device)
+    kind = kind_of(schedule.captured.program.device)
     names = [name for name in _active(schedule) if name.startswith(kind.torch_type)]
     if not kind.executor or not names:
         return []

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from devplace.run.codegen import StoppedError
-from devplace.run.schedule import PlannedTransfer
+from devplace.schedule import PlannedTransfer
 
 CopyFunction = Callable[[Any, PlannedTransfer], Any]
 

@@ -18,7 +18,7 @@ from devplace.run.compile import Step, alone, compile_step
 from devplace.run.executors import Executor, make_executor, used_devices
 from devplace.run.ranks.agreement import joined
 from devplace.run.ranks.group import Group, several_processes
-from devplace.run.schedule import make_schedule
+from devplace.schedule import make_schedule
 
 _MADE_FOR = (
     "Capture the model, batch, loss and optimizer that it was made for, with the same "

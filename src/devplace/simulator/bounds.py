@@ -127,10 +127,9 @@ def least_batch_ns(problem: Problem, allowed: Bools) -> int:
         problem: What is placed.
         allowed: Devices each group may go to. `[G, D]`
     """
-    tasks, copy_ns = problem.core.tasks, problem.core.wires.copy_ns
+    tasks, copy_ns = problem.core.tasks, problem.core.transfers.copy_ns
     total = 0
-    for const in np.flatnonzero(copy_ns.any(axis=1)).tolist():
-        users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]]
+    for const, users in problem.core.copied():
         rows = np.unique(allowed[tasks.group[users]], axis=0)
         total += max((int(copy_ns[const, row].min()) for row in rows if row.any()), default=0)
     return total

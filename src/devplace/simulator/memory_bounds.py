@@ -62,8 +62,7 @@ def least_needs(problem: Problem) -> Needs:
     Complexity: O(N + E) with numpy.
     """
     tasks, wires = problem.core.tasks, problem.core.wires
-    static = np.zeros(tasks.num_groups, np.int64)
-    np.add.at(static, tasks.group, permanent_bytes(tasks))
+    static = problem.spaces.groups_sum(permanent_bytes(tasks))
     total = int(static.sum())
     user_group = tasks.group[tasks.const_user]
     for const, size in enumerate(tasks.const_bytes.tolist()):

@@ -124,19 +124,20 @@ def _ways(problem: Problem, of_device: NDArray[np.int32], count: int) -> I64:
     """A receiver with one stream pays the overhead before its first op that starts after the
     arrival ends, so no reader there ends before both are over."""
     wires = problem.core.wires
-    way = np.full((count, count, wires.transfer_ns.shape[1]), NEVER, np.int64)
+    transfers = problem.core.transfers
+    way = np.full((count, count, transfers.transfer_ns.shape[1]), NEVER, np.int64)
     done: set[tuple[int, int, int, int, bool]] = set()
     for d in problem.usable_devices:
         for e in problem.usable_devices:
             if d == e:
                 continue
-            kind, wait = int(wires.link_class[d, e]), int(wires.latency_ns[d, e])
+            kind, wait = int(transfers.link_class[d, e]), int(transfers.latency_ns[d, e])
             j, k, pays = int(of_device[d]), int(of_device[e]), int(wires.streams[e]) == 1
             if (j, k, kind, wait, pays) in done:
                 continue
             done.add((j, k, kind, wait, pays))
-            own = wires.transfer_ns[kind] + wait
-            way[j, k] = np.minimum(way[j, k], own + wires.receive_ns[kind] if pays else own)
+            own = transfers.way_ns(d, e) + (transfers.receive_ns[kind] if pays else 0)
+            way[j, k] = np.minimum(way[j, k], own)
     return way
 
 

@@ -14,11 +14,7 @@ sources are there when that is over. Rules, in the order they apply at each inst
    nothing else reads any more, which is one piece of memory (devices with fixed buffers).
 4. Memory is looked at. (So what is freed at an instant can be used again at the same instant.)
 
-A transfer waits for its link and the link's channels. It occupies the link for its duration and
-the channels for bytes / bandwidth, which may be less, and arrives a latency after its end; links
-and channels serve in the order of requests. On a link with a copy engine, transfers below the
-engine's size have a lane of their own: they wait for each other, but not for channels. On a
-parallel link transfers wait for nothing and occupy nothing. The receive buffer is taken when a
+Transfers begin and arrive as `devplace.problem.transfers` says. The receive buffer is taken when a
 transfer is requested and freed when its last reader there has ended, except on devices that keep
 them: there all of a step's receive buffers are held from its start to its end. The sender keeps the
 tensor until it has arrived. The transfer's overhead on a compute stream is paid by the next op that
@@ -34,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem.core import Core
+from devplace.problem.transfers import TransferQueues
 
 I64 = NDArray[np.int64]
 
@@ -71,6 +68,7 @@ class _State:
     core: Core
     device: list[int]
     priority: list[int]
+    queues: TransferQueues
     now: int = 0
     ready: list[list[tuple[int, int]]] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
@@ -78,8 +76,6 @@ class _State:
     debt: list[int] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
-    channel_free: list[int] = field(default_factory=list)
-    lane_free: dict[tuple[int, int, int], int] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     references: dict[int, int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -175,15 +171,15 @@ def critical_path_priority(core: Core, device: NDArray[np.int32]) -> I64:
             for reader in tasks.cons[tasks.cons_ptr[carrier] : tasks.cons_ptr[carrier + 1]]:
                 e, way = device[reader], int(length[reader])
                 if e != d:
-                    way += int(wires.transfer_ns[wires.link_class[d, e], carrier])
-                    way += int(wires.latency_ns[d, e])
+                    way += core.transfers.price(carrier, d, e).way_ns
                 tail = max(tail, way)
         length[task] = int(wires.duration_ns[task, d]) + tail
     return length
 
 
 def _start(core: Core, device: NDArray[np.int32], priority: I64) -> _State:
-    state = _State(core, [int(d) for d in device], [int(p) for p in priority])
+    queues = TransferQueues(core.transfers)
+    state = _State(core, [int(d) for d in device], [int(p) for p in priority], queues)
     count = core.num_devices
     state.ready = [[] for _ in range(count)]
     state.running, state.debt, state.memory = [0] * count, [0] * count, [0] * count
@@ -191,7 +187,6 @@ def _start(core: Core, device: NDArray[np.int32], priority: I64) -> _State:
     state.now = core.batch_ns(device)
     used = set(state.device)
     state.kept = [int(core.wires.held_bytes[d]) if d in used else 0 for d in range(count)]
-    state.channel_free = [0] * core.wires.num_channels
     state.missing = [_num_inputs(core, task) for task in range(len(device))]
     tasks = core.tasks
     for const, size in enumerate(tasks.const_bytes):
@@ -285,23 +280,11 @@ def _one_input_less(state: _State, task: int) -> None:
 
 
 def _send(state: _State, carrier: int, d: int, e: int) -> None:
-    wires = state.core.wires
-    pair = d * state.core.num_devices + e
-    used = wires.channel[wires.channel_ptr[pair] : wires.channel_ptr[pair + 1]]
-    kind = wires.link_class[d, e]
-    queues = int(wires.queues[kind, carrier])
-    begin = state.now if queues == 2 else max(state.now, state.lane_free.get((d, e, queues), 0))
-    if queues == 1:
-        begin = max([begin, *(state.channel_free[c] for c in used)])
-    end = begin + int(wires.transfer_ns[kind, carrier])
-    if queues != 2:
-        state.lane_free[d, e, queues] = end
-        for c in used:
-            free = max(state.channel_free[c], begin)
-            state.channel_free[c] = free + int(wires.channel_ns[kind, carrier])
-    arrival = end + int(wires.latency_ns[d, e])
-    state.debt[d] += int(wires.send_ns[kind, carrier])
-    if wires.fixed_buffers[e]:
+    price = state.core.transfers.price(carrier, d, e)
+    begin = state.queues.send(price, d, e, state.now)
+    arrival = begin + price.way_ns
+    state.debt[d] += price.send_ns
+    if state.core.wires.fixed_buffers[e]:
         state.kept[e] += int(state.core.tasks.carrier_bytes[carrier])
     else:
         state.memory[e] += int(state.core.tasks.carrier_bytes[carrier])
@@ -313,8 +296,7 @@ def _send(state: _State, carrier: int, d: int, e: int) -> None:
 def _arrive(state: _State, carrier: int, e: int) -> None:
     tasks = state.core.tasks
     d = _home(state, carrier)
-    wires = state.core.wires
-    state.debt[e] += int(wires.receive_ns[wires.link_class[d, e], carrier])
+    state.debt[e] += state.core.transfers.price(carrier, d, e).receive_ns
     _release(state, carrier, d)
     for reader in tasks.cons[tasks.cons_ptr[carrier] : tasks.cons_ptr[carrier + 1]]:
         if state.device[reader] == e:

@@ -6,7 +6,7 @@ from devplace.errors import ProblemError
 from devplace.problem import Placement, Problem
 from devplace.simulator.in_order import simulate_in_order
 from devplace.simulator.kernel import SimulatorKernel, make_kernel
-from devplace.simulator.timeline import Timeline, expand, priorities
+from devplace.simulator.timeline import Timeline, priorities, timeline_of
 
 
 def simulate(
@@ -36,4 +36,4 @@ def simulate(
     kernel = kernel or make_kernel(problem.core)
     device = problem.task_devices(placement)
     priority = priorities(problem, placement, device, kernel)
-    return expand(problem, device, kernel.trace(device, priority))
+    return timeline_of(problem, device, kernel.trace(device, priority))

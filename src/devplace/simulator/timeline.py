@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.problem import Placement, Problem
-from devplace.simulator.critical import critical_tasks, device_orders
+from devplace.simulator.critical import critical_tasks
 from devplace.simulator.fragmentation import gap_bytes
 from devplace.simulator.kernel import SimulatorKernel
 from devplace.simulator.reference import CoreTimeline
@@ -126,9 +126,16 @@ class Timeline:
         return {name: value for name, value in over.items() if value > 0}
 
     @property
+    def fits_in_use(self) -> bool:
+        """Whether what is in use at once, gaps apart, stays within every limit."""
+        run, wires = self.run, self.problem.core.wires
+        fits = (run.peak_bytes <= wires.limit_bytes).all()
+        return bool(fits and (run.pool_peak_bytes <= wires.pool_limit_bytes).all())
+
+    @property
     def is_feasible(self) -> bool:
         """Whether every device and pool stays within its limit."""
-        return not self.missing_bytes
+        return self.fits_in_use and not self.missing_bytes  # gaps, which take long, only add
 
     def critical_path(self) -> list[int]:
         """Ops that decide the step's length, in time order.
@@ -147,28 +154,25 @@ def priorities(problem: Problem, placement: Placement, device: I32, kernel: Simu
     return problem.task_priority(placement.priority)
 
 
-def expand(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:
+def timeline_of(problem: Problem, device: I32, run: CoreTimeline) -> Timeline:
     """Timeline over ops from one over tasks."""
-    tasks = problem.core.tasks
-    count = len(problem.graph.ops)
-    start, finish = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    tasks, spaces = problem.core.tasks, problem.spaces
+    start, finish = np.zeros((2, len(problem.graph.ops)), np.int64)
     owned = tasks.op_task >= 0
     finish[owned] = run.finish_ns[tasks.op_task[owned]]
     start[owned] = finish[owned]
     start[tasks.task_op] = run.start_ns
-    order = tuple(
-        tuple(tasks.task_op[row].tolist()) for row in device_orders(problem.core, device, run)
-    )
+    started = np.argsort(run.sequence, kind="stable").tolist()
     transfers = tuple(
         Transfer(int(tasks.carrier_tensor[x]), d, e, request, begin, arrival)
         for x, d, e, request, begin, arrival in run.transfers.tolist()
     )
     return Timeline(
         problem=problem,
-        devices=problem.expand(device),
+        devices=spaces.op_devices(device),
         start_ns=start,
         finish_ns=finish,
-        order=order,
+        order=spaces.order_of(started, device, problem.core.num_devices),
         makespan_ns=run.makespan_ns,
         busy_ns=run.busy_ns,
         transfers=transfers,

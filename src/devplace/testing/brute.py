@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from devplace.errors import InfeasibleError, InputError
 from devplace.problem import Placement, Problem
+from devplace.schedule import waiting_ops
 from devplace.simulator import make_kernel
-from devplace.simulator.in_order import simulate_in_order, waiting_ops
+from devplace.simulator.in_order import simulate_in_order
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -57,7 +58,7 @@ def brute_force(problem: Problem, most: int = 200_000) -> BruteForceBest:
             best = (found[0], devices[found[1]])
     if best is None:
         raise InfeasibleError(f"None of the {count} placements fits the memory limits.")
-    return BruteForceBest(best[0], Placement(problem.expand(best[1])))
+    return BruteForceBest(best[0], Placement(problem.spaces.op_devices(best[1])))
 
 
 def brute_force_orders(problem: Problem, most: int = 20_000, waits: bool = True) -> BruteForceBest:
@@ -87,8 +88,8 @@ def brute_force_orders(problem: Problem, most: int = 20_000, waits: bool = True)
             priority[work] = ranks
             found = _fastest(problem, kernel.evaluate(devices, priority))
             if found is not None and (best is None or found[0] < best[0]):
-                own = problem.expand(devices[found[1]])
-                best = (found[0], Placement(own, problem.op_priority(priority)))
+                own = problem.spaces.op_devices(devices[found[1]])
+                best = (found[0], Placement(own, problem.spaces.ops_from_tasks(priority)))
     if waits:
         best = _waiting(problem, most, best)
     if best is None:
@@ -112,9 +113,9 @@ def _waiting(
                 raise InputError(f"More than {most} orders to try.")
             choices = (itertools.permutations(tasks.task_op[part].tolist()) for part in own)
             for order in itertools.product(*choices):
-                if waiting_ops(problem, order) is not None:
+                if waiting_ops(problem.graph, order) is not None:
                     continue
-                placement = Placement(problem.expand(row), None, order)
+                placement = Placement(problem.spaces.op_devices(row), None, order)
                 run = simulate_in_order(problem, placement, order).run
                 fits = (run.peak_bytes <= wires.limit_bytes).all()
                 fits &= (run.pool_peak_bytes <= wires.pool_limit_bytes).all()
@@ -132,7 +133,7 @@ def _every_placement(problem: Problem, most: int) -> Iterator[I32]:
     every = itertools.product(*choices)
     while rows := list(itertools.islice(every, 256)):
         groups = np.array(rows, np.int32).reshape(len(rows), -1)
-        yield np.ascontiguousarray(groups[:, problem.core.tasks.group])
+        yield problem.spaces.tasks_from_groups(groups)
 
 
 def _fastest(problem: Problem, scores: Any) -> tuple[int, int] | None:

@@ -144,7 +144,7 @@ def hand_placement(
     """
     graph, known = problem.graph, problem.machine.device_index
     rows = np.array([known[devices[op.name]] if op.name in devices else 0 for op in graph.ops])
-    placed = problem.expand(rows.astype(np.int32)[problem.core.tasks.task_op])
+    placed = problem.spaces.op_devices(problem.spaces.tasks_from_ops(rows.astype(np.int32)))
     if not first:
         return Placement(placed)
     rank = {name: len(first) - k for k, name in enumerate(first)}

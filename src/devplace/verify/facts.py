@@ -98,6 +98,7 @@ def bases(graph: OpGraph, size: Sequence[int]) -> tuple[list[int], list[int], li
         for tensor in op.outputs if op.is_view else ():
             base = op.alias_of
             memory[tensor], owner[tensor] = memory[base], owner[base]
-            if size[tensor] >= size[travels_as[base]]:
+            counts_elements = "as_strided" in op.target  # of the storage, and copies have another
+            if size[tensor] >= size[travels_as[base]] and not counts_elements:
                 travels_as[tensor] = travels_as[base]
     return travels_as, memory, owner

@@ -12,8 +12,8 @@ from devplace.placers import Budget, Etf, Evaluator, Heft, MEtf, MSct, Placer
 from devplace.placers.list_schedulers.earliest import EarliestFirst
 from devplace.placers.list_schedulers.list_schedule import ListSchedule, best_of, upward_rank
 from devplace.problem import Problem
+from devplace.schedule import waiting_ops
 from devplace.simulator import simulate
-from devplace.simulator.in_order import waiting_ops
 
 SEEDS = st.integers(0, 2**32 - 1)
 SCHEDULERS = [placer() for placer in (Heft, Etf, MEtf, MSct)]
@@ -37,7 +37,7 @@ def test_the_best_order_is_taken(seed: int, num_ops: int, devices: int) -> None:
         tried = [schedule.placement(), schedule.by_start(), schedule.in_order()]
         order = tried[2].order
         assert order is not None
-        assert waiting_ops(problem, order) is None
+        assert waiting_ops(problem.graph, order) is None
         before = evaluate.meter.num_evaluations
         found = evaluate(best_of([schedule], evaluate)).key
         assert evaluate.meter.num_evaluations == before + 4
@@ -73,4 +73,4 @@ def test_ops_without_time_stay_behind_what_they_read() -> None:
             assert sorted(op for row in order for op in row) == sorted(
                 problem.core.tasks.task_op[problem.core.tasks.is_source == 0].tolist()
             )
-            assert waiting_ops(problem, order) is None
+            assert waiting_ops(problem.graph, order) is None

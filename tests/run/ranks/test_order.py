@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devplace.errors import InputError
-from devplace.run.linear import crosses, linear_order, meeting_order
 from devplace.run.ranks.split import part_of, split_devices
 from devplace.run.ranks.turns import Turns
-from devplace.run.schedule import Schedule, make_schedule
+from devplace.schedule import Schedule, make_schedule
+from devplace.schedule.linear import crosses, linear_order, meeting_order
 from devplace.step_capture import capture
 from tests.run.models import Unrolled, mean_square
 from tests.run.tracing import random_placement

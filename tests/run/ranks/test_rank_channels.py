@@ -19,11 +19,11 @@ from devplace.run.cuda import rank_channels
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.eager import EagerRunner
 from devplace.run.cuda.rank_channels import RankChannels
-from devplace.run.linear import freed_before, joined_before, linear_order
 from devplace.run.ranks.processes import Processes
-from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.unplaced import run_unplaced
-from devplace.run.write_back import write_backs
+from devplace.schedule import Schedule, make_schedule
+from devplace.schedule.linear import PushJoins, joined_before, linear_order
+from devplace.schedule.write_back import write_backs
 from tests.run.test_transient_values import FakeGpu, NoRandom, case
 from tests.run.tracing import random_placement
 
@@ -113,7 +113,7 @@ def one_process(
             channels.carrier(gpu, joined_before(schedule, order), None),
             random[rank],
             StateWrites(writes[rank], strides=eager.strides),
-            joins=freed_before(schedule)[rank],
+            joins=PushJoins.of(schedule).when_over[rank],
         )
         for _, index in own:
             one_pass.run(index)

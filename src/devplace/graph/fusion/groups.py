@@ -141,11 +141,10 @@ class _Finder:
     def _roots(self) -> list[int]:
         """The op that owns the memory of each op's outputs."""
         graph = self._graph
-        root = list(range(len(graph.ops)))
-        for index, op in enumerate(graph.ops):
-            if op.is_view:
-                root[index] = root[graph.producer[op.alias_of]]
-        return root
+        return [
+            graph.producer[graph.storage[op.outputs[0]]] if op.is_view else index
+            for index, op in enumerate(graph.ops)
+        ]
 
     def _may_join(self, index: int) -> bool:
         """Whether an op can be a member: views of sources stay outside, so that kernels do not

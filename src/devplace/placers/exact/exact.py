@@ -191,9 +191,7 @@ class _Solve:
             if finer.count > settings.classes:
                 break
             chosen = finer
-        tasks = problem.core.tasks
-        groups = np.zeros(tasks.num_groups, np.int64)
-        groups[tasks.group] = self._timeline.task_devices
+        groups = problem.spaces.groups_from_tasks(self._timeline.task_devices)
         keys = np.column_stack([chosen.of_group, groups, least_needs(problem).allowed])
         _, of_group = np.unique(keys, axis=0, return_inverse=True)
         return of_group.reshape(-1).astype(np.int32)
@@ -225,13 +223,10 @@ class _Solve:
         rank = np.empty(count, np.int64)
         order = np.lexsort((np.arange(count), begin))
         rank[order] = np.arange(count, 0, -1)
-        devices, priority = problem.expand(device), problem.op_priority(rank)
-        rows: list[list[int]] = [[] for _ in problem.machine.devices]
-        for v in order.tolist():
-            if not tasks.is_source[v]:
-                rows[device[v]].append(int(tasks.task_op[v]))
-        listed = Placement(devices, priority)
-        waiting = Placement(devices, priority, tuple(tuple(row) for row in rows))
+        spaces = problem.spaces
+        listed = Placement(spaces.op_devices(device), spaces.ops_from_tasks(rank))
+        own_order = spaces.order_of(order.tolist(), device, problem.core.num_devices)
+        waiting = Placement(listed.devices, listed.priority, own_order)
         best, key = self._known, (0 if self._fits else 1, self._step_ns)
         for candidate in (listed, waiting):
             score = evaluate(candidate)
@@ -256,7 +251,7 @@ class _Solve:
 
 def _longest(problem: Problem) -> int:
     """No schedule takes longer: one thing after the other, everything sent everywhere."""
-    wires = problem.core.wires
-    each = (wires.transfer_ns + wires.send_ns + wires.receive_ns).max(axis=0)
-    moves = (each + int(wires.latency_ns.max(initial=0))).sum() * (len(wires.streams) - 1)
-    return int(wires.duration_ns.max(axis=1).sum() + moves + wires.copy_ns.sum())
+    wires, transfers = problem.core.wires, problem.core.transfers
+    each = transfers.dearest_ns + int(transfers.latency_ns.max(initial=0))
+    moves = each.sum() * (len(wires.streams) - 1)
+    return int(wires.duration_ns.max(axis=1).sum() + moves + transfers.copy_ns.sum())

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from devplace.placers.exact.size import MAX_CONSTRAINTS, ModelSizeError, most_in_order
 from devplace.problem import Problem
+from devplace.problem.transfers import CHANNELS, NOTHING, Price
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -84,6 +85,7 @@ class StepModel:
         self._is_late = is_late
         self.problem, self.space = problem, space
         self._tasks, self._wires = problem.core.tasks, problem.core.wires
+        self._transfers = problem.core.transfers
         self._source = self._tasks.is_source.astype(bool).tolist()
         self._one = self.model.new_constant(1)
         self._both: dict[tuple[int, int], Any] = {}
@@ -94,7 +96,7 @@ class StepModel:
         self._maker = self._tasks.carrier_maker.tolist()
         self.step = self.model.new_int_var(space.least_ns, space.horizon_ns, "step")
         self.end_of_ops = self.step  # without the copies of the batch, which come first
-        if self._wires.copy_ns.any():
+        if self._transfers.copied:
             self.end_of_ops = self.model.new_int_var(0, space.horizon_ns, "end of ops")
         self._place()
         self._copy()
@@ -128,7 +130,7 @@ class StepModel:
         return self._on[int(self._of_task[task])]
 
     def _place(self) -> None:
-        self._of_task = self.space.of_group[self._tasks.group]
+        self._of_task = self.problem.spaces.tasks_from_groups(self.space.of_group)
         self._on: list[dict[int, Any]] = []
         for c, row in enumerate(self.space.allowed):
             devices = np.flatnonzero(row).tolist()
@@ -214,31 +216,26 @@ class StepModel:
         for d, x in home.items():
             if d == e:
                 continue
-            kind = int(wires.link_class[d, e])
+            price = self._transfers.price(carrier, d, e)
             used = self._and(sent, x)
-            length = int(wires.transfer_ns[kind, carrier])
-            model.add(arrival >= begin + length + int(wires.latency_ns[d, e])).only_enforce_if(used)
-            pay = int(wires.receive_ns[kind, carrier]) if wires.streams[e] == 1 else 0
+            model.add(arrival >= begin + price.way_ns).only_enforce_if(used)
+            pay = price.receive_ns if wires.streams[e] == 1 else 0
             for r in away:
                 there = self.on(r, e)
                 if there is not None:
                     model.add(self.begin[r] >= arrival + pay).only_enforce_if([used, there])
-            self._wait(carrier, d, e, kind, (used, begin, self.end[maker]))
+            self._wait(price, d, e, (used, begin, self.end[maker]), maker)
 
-    def _wait(self, carrier: int, d: int, e: int, kind: int, row: tuple[Any, ...]) -> None:
+    def _wait(self, price: Price, d: int, e: int, row: tuple[Any, ...], maker: int) -> None:
         """The lane and the channels that the transfer occupies."""
-        wires = self._wires
-        queues = int(wires.queues[kind, carrier])
-        if queues == 2:
+        if price.queues == NOTHING:
             return
-        length = int(wires.transfer_ns[kind, carrier])
-        self._lanes.setdefault((d, e, queues), []).append((*row, length, self._maker[carrier]))
-        pair = d * len(wires.streams) + e
-        if queues == 1:
-            share = int(wires.channel_ns[kind, carrier])
-            for channel in wires.channel[wires.channel_ptr[pair] : wires.channel_ptr[pair + 1]]:
-                rows = self._channels.setdefault(int(channel), [])
-                rows.append((*row, share, self._maker[carrier]))
+        lane = self._lanes.setdefault((d, e, price.queues), [])
+        lane.append((*row, price.transfer_ns, maker))
+        if price.queues == CHANNELS:
+            for channel in self._transfers.channels(d, e):
+                rows = self._channels.setdefault(channel, [])
+                rows.append((*row, price.channel_ns, maker))
 
     def _keep_apart(self, rows: list[tuple[Any, ...]], in_order: bool) -> None:
         """One after the other, in the order of requests where that is wanted."""
@@ -287,7 +284,7 @@ class StepModel:
         sends = []
         for carrier in range(tasks.out_ptr[v], tasks.out_ptr[v + 1]):
             for e in self.problem.usable_devices:
-                pay = int(wires.send_ns[wires.link_class[d, e], carrier]) if e != d else 0
+                pay = self._transfers.price(carrier, d, e).send_ns if e != d else 0
                 if pay and (carrier, e) in self.sent:
                     sends.append(self.sent[carrier, e][0] * pay)
         if not sends or wires.streams[d] != 1:
@@ -387,13 +384,12 @@ class StepModel:
 
     def _copy(self) -> None:
         """The batch is copied to its devices before the first op begins."""
-        tasks, terms = self._tasks, []
-        for const in np.flatnonzero(self._wires.copy_ns.any(axis=1)).tolist():
-            users = tasks.const_user[tasks.const_ptr[const] : tasks.const_ptr[const + 1]].tolist()
+        terms = []
+        for const, users in self.problem.core.copied():
             for d in self.problem.usable_devices:
-                is_there = self._any(users, d)
+                is_there = self._any(users.tolist(), d)
                 if is_there is not None:
-                    terms.append(int(self._wires.copy_ns[const, d]) * is_there)
+                    terms.append(int(self._transfers.copy_ns[const, d]) * is_there)
         if self.end_of_ops is not self.step:
             self.model.add(self.step >= self.end_of_ops + sum(terms))
 

@@ -32,7 +32,7 @@ def num_constraints(problem: Problem, of_group: I32, allowed: Bools) -> int:
         allowed: Devices each class may go to. `[C, D]`
     """
     tasks, wires = problem.core.tasks, problem.core.wires
-    of_task = of_group[tasks.group]
+    of_task = problem.spaces.tasks_from_groups(of_group)
     home, reader = of_task[tasks.carrier_maker], of_task[tasks.cons]
     carrier = np.repeat(np.arange(len(home)), np.diff(tasks.cons_ptr))
     away = reader != home[carrier]
@@ -41,7 +41,7 @@ def num_constraints(problem: Problem, of_group: I32, allowed: Bools) -> int:
     makers = allowed[home].astype(np.int64)
     others = makers.sum(axis=1, keepdims=True) - makers
     each = int((np.where(readers > 0, readers + 5, 0) * others).sum())
-    queued = (wires.queues != 2).any(axis=0)[:, None]
+    queued = (wires.transfers.queues != 2).any(axis=0)[:, None]
     on_link = (makers * queued).T @ (readers > 0)
     sizes = on_link[~np.eye(len(on_link), dtype=bool)]
     in_order = sizes[sizes <= most_in_order(sizes.tolist())]

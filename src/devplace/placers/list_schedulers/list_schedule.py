@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.colocation_groups import legal, op_devices
+from devplace.placers.colocation_groups import legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.ledger import MemoryLedger
 from devplace.problem import Placement, Problem
+from devplace.problem.transfers import TransferQueues
 
 F64 = NDArray[np.float64]
 
@@ -47,13 +48,8 @@ class ListSchedule:
         self._out_ptr = tasks.out_ptr.tolist()
         self._cons_ptr, self._cons = tasks.cons_ptr.tolist(), tasks.cons.tolist()
         self._maker: list[int] = tasks.carrier_maker.tolist()
-        self._transfer, self._shared = wires.transfer_ns.tolist(), wires.channel_ns.tolist()
-        self._link, self._latency = wires.link_class.tolist(), wires.latency_ns.tolist()
-        self._channel_ptr, self._channel = wires.channel_ptr.tolist(), wires.channel.tolist()
-        self._contention = contention
-        self._channel_free: list[int] = [0] * wires.num_channels
-        self._lane_free: list[int] = [0] * (2 * self.num_devices**2)
-        self._queues: list[list[int]] = wires.queues.tolist()
+        self._transfers = wires.transfers
+        self._queues = TransferQueues(wires.transfers) if contention else None
         self._arrival: dict[tuple[int, int], int] = {}
         self._charged = [False] * len(self.allowed)
         for decided, device in enumerate(self.group_device):
@@ -90,23 +86,11 @@ class ListSchedule:
         known = self._arrival.get((carrier, device))
         if known is not None:
             return known
-        duration: int = self._transfer[self._link[home][device]][carrier]
-        latency: int = self._latency[home][device]
-        return self._begins(carrier, home, device) + duration + latency
-
-    def _begins(self, carrier: int, home: int, device: int) -> int:
-        begin = self.finish[self._maker[carrier]]
-        if self._contention:
-            pair = home * self.num_devices + device
-            queues: int = self._queues[self._link[home][device]][carrier]
-            if queues == 2:
-                return begin
-            begin = max(begin, self._lane_free[2 * pair + queues])
-            if not queues:
-                return begin
-            for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
-                begin = max(begin, self._channel_free[c])
-        return begin
+        price = self._transfers.price(carrier, home, device)
+        begin = self.finish[maker]
+        if self._queues is not None:
+            begin = self._queues.begins_ns(price, home, device, begin)
+        return begin + price.way_ns
 
     def source_bytes(self, task: int, device: int) -> int:
         """Bytes of sources that would move in with the task: its group's, and undecided inputs'."""
@@ -139,16 +123,11 @@ class ListSchedule:
         home = self.group_device[self.group[maker]]
         if home == device or (carrier, device) in self._arrival:
             return
-        begin, kind = self._begins(carrier, home, device), self._link[home][device]
-        end = begin + self._transfer[kind][carrier]
-        pair = home * self.num_devices + device
-        if self._queues[kind][carrier] != 2:
-            lane = 2 * pair + self._queues[kind][carrier]
-            self._lane_free[lane] = max(self._lane_free[lane], end)
-            for c in self._channel[self._channel_ptr[pair] : self._channel_ptr[pair + 1]]:
-                free = max(self._channel_free[c], begin)
-                self._channel_free[c] = free + self._shared[kind][carrier]
-        self._arrival[carrier, device] = end + self._latency[home][device]
+        price = self._transfers.price(carrier, home, device)
+        begin = self.finish[maker]
+        if self._queues is not None:
+            begin = self._queues.send(price, home, device, begin)
+        self._arrival[carrier, device] = begin + price.way_ns
 
     def _decide(self, group: int, device: int) -> None:
         if self.group_device[group] < 0:
@@ -166,7 +145,7 @@ class ListSchedule:
         wish = np.full(self.problem.core.tasks.num_groups, default, np.int32)
         for own, group in zip(self.problem.core.tasks.group, self.group, strict=True):
             wish[own] = self.group_device[group] if self.group_device[group] >= 0 else default
-        return Placement(op_devices(self.problem, legal(self.problem, wish)))
+        return Placement(self.problem.spaces.op_devices_of_groups(legal(self.problem, wish)))
 
     def by_start(self) -> Placement:
         """The finished placement; of ready tasks the one that the schedule starts first goes first.
@@ -176,17 +155,14 @@ class ListSchedule:
         rank = np.zeros(self.num_tasks, np.int64)
         runs = self._sorted_runs()
         rank[runs] = np.arange(len(runs), 0, -1)
-        return Placement(self.placement().devices, self.problem.op_priority(rank))
+        return Placement(self.placement().devices, self.problem.spaces.ops_from_tasks(rank))
 
     def in_order(self) -> Placement:
         """The same, and every device keeps to the schedule's order, idle where that has it wait."""
         listed = self.by_start()
-        tasks = self.problem.core.tasks
-        device = self.problem.task_devices(listed).tolist()
-        rows: list[list[int]] = [[] for _ in range(self.num_devices)]
-        for task in self._sorted_runs():
-            rows[device[task]].append(int(tasks.task_op[task]))
-        return Placement(listed.devices, listed.priority, tuple(tuple(row) for row in rows))
+        device = self.problem.task_devices(listed)
+        order = self.problem.spaces.order_of(self._sorted_runs(), device, self.num_devices)
+        return Placement(listed.devices, listed.priority, order)
 
     def _sorted_runs(self) -> list[int]:
         """Tasks by start.
@@ -219,12 +195,11 @@ def _allowed(problem: Problem, group: NDArray[np.int32]) -> list[set[int]]:
 
 def mean_transfer_ns(problem: Problem, devices: list[int]) -> F64:
     """Mean time each carrier takes between two of `devices`, 0 within one. `[T]`"""
-    tasks, wires = problem.core.tasks, problem.core.wires
-    mean = np.zeros(len(tasks.carrier_bytes))
+    mean = np.zeros(len(problem.core.tasks.carrier_bytes))
     for d in devices:
         for e in devices:
             if d != e:
-                mean += wires.transfer_ns[wires.link_class[d, e]] + wires.latency_ns[d, e]
+                mean += problem.core.transfers.way_ns(d, e)
     return mean / max(1, len(devices) ** 2)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import I32, I64, legal, op_devices
+from devplace.placers.colocation_groups import I32, I64, legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.coplace import coplaced
 from devplace.problem import Placement, Problem
@@ -44,7 +44,7 @@ class MTopo:
         unit = coplaced(problem) if self.coplace else tasks.group
         wish = np.zeros(tasks.num_groups, np.int32)
         wish[tasks.group] = _fill(problem, unit)[unit]
-        return Placement(op_devices(problem, legal(problem, wish)))
+        return Placement(problem.spaces.op_devices_of_groups(legal(problem, wish)))
 
 
 def unit_bytes(problem: Problem, unit: I32) -> I64:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.errors import InputError
-from devplace.placers.colocation_groups import I32, legal, op_devices
+from devplace.placers.colocation_groups import I32, legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.list_schedule import (
     ListSchedule,
@@ -74,7 +74,7 @@ class Mayer:
     ) -> Placement:
         """Place every op once. O(N D + N log N)."""
         if self.variant == "hash":
-            return Placement(op_devices(problem, legal(problem, _hashed(problem))))
+            return Placement(problem.spaces.op_devices_of_groups(legal(problem, _hashed(problem))))
         partition = _Partition(problem)
         if self.variant == "critical-path":
             for task in partition.longest_path():

@@ -79,7 +79,7 @@ def make_classes(problem: Problem, of_op: I32, time_ns: F64) -> Classes:
     costliest = np.zeros(tasks.num_groups, np.int64)
     costliest[tasks.group[order]] = order
     _, of_group = np.unique(of_op[tasks.task_op[costliest]], return_inverse=True)
-    of_task = of_group[tasks.group]
+    of_task = problem.spaces.tasks_from_groups(of_group)
     size = np.bincount(of_task)
     return Classes(
         of_group.astype(np.int32),
@@ -109,7 +109,7 @@ class Incumbent:
 
     def try_all(self, groups: I32, priority: I64 | None = None, in_turn: bool = False) -> None:
         """Simulate placements of groups `[B, G]`, with priorities `[B, N]`, `[N]` or none."""
-        devices = groups[:, self.problem.core.tasks.group]
+        devices = self.problem.spaces.tasks_from_groups(groups)
         step, overflow = self.evaluate.batch(devices, priority, in_turn)
         for k in range(len(step)):
             found = (int(overflow[k]), int(step[k]))

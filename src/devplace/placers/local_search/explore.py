@@ -84,9 +84,11 @@ class Explorer:
     def _priorities(self, begins: Sequence[BestPlacement]) -> I64 | None:
         if all(best.priority is None for best in begins):
             return None
-        kernel, group = self._evaluate.kernel, self._problem.core.tasks.group
+        kernel, spaces = self._evaluate.kernel, self._problem.spaces
         rows = [
-            kernel.priority(best.groups[group]) if best.priority is None else best.priority
+            kernel.priority(spaces.tasks_from_groups(best.groups))
+            if best.priority is None
+            else best.priority
             for best in begins
         ]
         return np.stack(rows)

@@ -37,7 +37,7 @@ def _without_one(
     problem: Problem, evaluate: Evaluator, begin: BestPlacement, most_ns: int
 ) -> BestPlacement | None:
     tasks, duration_ns = problem.core.tasks, problem.core.wires.duration_ns
-    device = begin.groups[tasks.group]
+    device = problem.spaces.tasks_from_groups(begin.groups)
     work_ns = np.bincount(
         device, duration_ns[np.arange(tasks.num_tasks), device], duration_ns.shape[1]
     )
@@ -50,7 +50,9 @@ def _without_one(
         rows = np.array(
             [np.where(moved, d, begin.groups) for d in others[:MAX_TRIED]], begin.groups.dtype
         )
-        step_ns, overflow = evaluate.uncounted(rows[:, tasks.group], begin.priority, begin.in_turn)
+        step_ns, overflow = evaluate.uncounted(
+            problem.spaces.tasks_from_groups(rows), begin.priority, begin.in_turn
+        )
         step_ns = np.where(overflow > 0, np.iinfo(np.int64).max, step_ns)
         best = int(step_ns.argmin())
         if step_ns[best] <= most_ns:

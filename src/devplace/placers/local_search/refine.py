@@ -59,11 +59,10 @@ def refine_placement(
     while.
     """
     problem, evaluate = incumbent.problem, incumbent.evaluate
-    tasks = problem.core.tasks
     stale = 0
     while stale < 60 and evaluate.meter.fraction_spent < until and not evaluate.is_over:
         best = incumbent.best
-        device = best.groups[tasks.group]
+        device = problem.spaces.tasks_from_groups(best.groups)
         priority = best.priority
         if priority is None:
             priority = evaluate.kernel.priority(device)
@@ -115,7 +114,7 @@ def improve_order(incumbent: Incumbent, rng: np.random.Generator, until: float, 
     """
     problem, evaluate = incumbent.problem, incumbent.evaluate
     tasks = problem.core.tasks
-    device = incumbent.best.groups[tasks.group]
+    device = problem.spaces.tasks_from_groups(incumbent.best.groups)
     base = incumbent.best.priority
     if base is None:
         base = evaluate.kernel.priority(device)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from devplace.graph.coarsen import coarsen, max_depth, side_owner
 from devplace.placers.annealing import MOVES, CoolingSchedule, Moves
 from devplace.placers.budget import Budget
-from devplace.placers.colocation_groups import mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import mean_duration_ns
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.local_search.classes import BestPlacement, Classes, Incumbent, make_classes
 from devplace.placers.local_search.explore import UNLIMITED, Explorer
@@ -22,7 +22,7 @@ from devplace.placers.local_search.refine import improve_order, refine_placement
 from devplace.placers.local_search.starts import Starts, nested
 from devplace.placers.turns import placed_in_turn
 from devplace.problem import Placement, Problem
-from devplace.simulator.in_order import order_fault
+from devplace.schedule import order_fault
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -110,7 +110,8 @@ class Search:
         order = self.start.order
         if order is None:
             return ""
-        fault = order_fault(problem, problem.task_devices(self.start), order)
+        devices = problem.spaces.op_devices(problem.task_devices(self.start)).tolist()
+        fault = order_fault(problem.graph, devices, order, problem.machine.device_names)
         return f"of the start: {fault.rstrip('.')}" if fault else ""
 
     def __call__(
@@ -121,7 +122,7 @@ class Search:
         starts = sorted(tried.found, key=lambda best: best.key)
         incumbent = Incumbent(problem, evaluate, starts[0])
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
-            return Placement(op_devices(problem, starts[0].groups))
+            return Placement(problem.spaces.op_devices_of_groups(starts[0].groups))
         patience = None if evaluate.is_optimal else self._exhaust(incumbent, rng)
         if not evaluate.is_over and patience != 0:
             fast = nested(problem)
@@ -138,11 +139,13 @@ class Search:
             return ordered
         best = simpler or best
         if best.priority is None:
-            return Placement(op_devices(problem, best.groups))
-        device = best.groups[problem.core.tasks.group]
+            return Placement(problem.spaces.op_devices_of_groups(best.groups))
+        device = problem.spaces.tasks_from_groups(best.groups)
         if best.in_turn:
             return placed_in_turn(problem, device, best.priority)
-        return Placement(problem.expand(device), problem.op_priority(best.priority))
+        return Placement(
+            problem.spaces.op_devices(device), problem.spaces.ops_from_tasks(best.priority)
+        )
 
     def _explore(
         self,
@@ -338,8 +341,7 @@ class Search:
         if not levels:
             levels.append(_blocks(problem, self.fine))
         if levels[-1].count < problem.core.tasks.num_groups <= self.fine:
-            per_group = np.zeros(len(graph.ops), np.int32)
-            per_group[problem.core.tasks.task_op] = problem.core.tasks.group
+            per_group = problem.spaces.ops_from_tasks(problem.core.tasks.group)
             if self._needs_no_coarse(problem.core.tasks.num_groups, budget):
                 levels.clear()
             levels.append(make_classes(problem, per_group, time))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.placers.budget import Budget
-from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.list_schedulers.etf import Etf
 from devplace.placers.list_schedulers.heft import Heft
@@ -71,7 +71,7 @@ class Starts:
         evaluate.history.runners_up.heading = heading
         if placement.order is not None:
             self.ordered.append((evaluate(placement).key, placement))
-            turn = problem.op_priority(turns_of(problem, placement))
+            turn = problem.spaces.ops_from_tasks(turns_of(problem, placement))
             self._add(Placement(placement.devices, turn), in_turn=True)
             return
         if placement.priority is not None:
@@ -131,7 +131,7 @@ def _splits(problem: Problem) -> Iterator[tuple[str, Placement]]:
     for devices in (*chosen, problem.accelerators):
         yield "even", even_split(problem, chain, devices)
         wish = np.array(devices, np.int32)[shares(weight, len(devices))]
-        yield "topo", Placement(op_devices(problem, by_vote(problem, wish, weight)))
+        yield "topo", Placement(problem.spaces.op_devices_of_groups(by_vote(problem, wish, weight)))
         yield "pipedream", pipeline_over(problem, devices)
         if has_layers:
             yield "layers", layers_over(problem, chain, devices)
@@ -156,7 +156,8 @@ def nested(problem: Problem) -> list[int]:
     wires, fast = problem.core.wires, problem.accelerators
     work = wires.duration_ns.sum(axis=0)
     left = [d for d in problem.usable_devices if d in fast or work[d] <= work[fast].max()]
-    way = wires.transfer_ns.sum(axis=1)[wires.link_class] + wires.latency_ns
+    transfers = problem.core.transfers
+    way = transfers.transfer_ns.sum(axis=1)[transfers.link_class] + transfers.latency_ns
     chosen: list[int] = []
     while left:
         links = (way[left][:, chosen] + way[chosen][:, left].T).sum(axis=1)
@@ -176,7 +177,5 @@ def _placers(problem: Problem, budget: Budget) -> tuple[Placer, ...]:
 
 
 def _first_task_of_group(problem: Problem) -> I32:
-    tasks = problem.core.tasks
-    first = np.zeros(tasks.num_groups, np.int32)
-    first[tasks.group[::-1]] = np.arange(tasks.num_tasks - 1, -1, -1)
-    return first
+    every = np.arange(problem.core.tasks.num_tasks, dtype=np.int32)
+    return problem.spaces.groups_from_tasks(every)

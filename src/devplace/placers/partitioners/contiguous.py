@@ -43,4 +43,4 @@ class Contiguous:
         device = contiguous_step(problem, self.seconds)
         if device is None:
             return PipeDream()(problem, evaluate, rng)
-        return Placement(problem.expand(device))
+        return Placement(problem.spaces.op_devices(device))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from devplace.errors import InputError
-from devplace.placers.colocation_groups import I32, I64, legal, op_devices
+from devplace.placers.colocation_groups import I32, I64, legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.extras import missing
 from devplace.placers.partitioners.group_graph import (
@@ -74,7 +74,7 @@ class MinCut:
             part = _metis if self.library == "metis" else _kahypar
             parts = part(graph, work, device_weights(problem, devices), self.imbalance)
         wish = np.array(devices, np.int32)[parts]
-        return Placement(op_devices(problem, legal(problem, wish)))
+        return Placement(problem.spaces.op_devices_of_groups(legal(problem, wish)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from devplace.placers.colocation_groups import (
     I32,
     by_vote,
     mean_duration_ns,
-    op_devices,
 )
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import module_chain
@@ -70,7 +69,7 @@ def pipeline_over(problem: Problem, devices: list[int], most: int = 500) -> Plac
     assert stage is not None, "without memory limits one device holds everything"
     wish = np.array(devices, np.int32)[stage][of_task]
     groups = by_vote(problem, wish.astype(np.int32), mean_duration_ns(problem))
-    return Placement(op_devices(problem, groups))
+    return Placement(problem.spaces.op_devices_of_groups(groups))
 
 
 def _chain(problem: Problem, most: int) -> tuple[I32, F64]:
@@ -89,11 +88,11 @@ def cut_ns(problem: Problem, of_task: I32, count: int, devices: list[int]) -> F6
 
     By the slowest link between two of the devices; forward and backward tensors alike.
     """
-    tasks, wires = problem.core.tasks, problem.core.wires
-    kinds = np.unique([wires.link_class[d, e] for d in devices for e in devices if d != e])
+    tasks, transfers = problem.core.tasks, problem.core.transfers
+    kinds = np.unique([transfers.link_class[d, e] for d in devices for e in devices if d != e])
     if not len(kinds):
         return np.zeros(count)
-    slowest = wires.transfer_ns[kinds].max(axis=0)
+    slowest = transfers.transfer_ns[kinds].max(axis=0)
     first = of_task[tasks.carrier_maker].astype(np.int64)
     last = first.copy()
     carrier = np.repeat(np.arange(len(first)), np.diff(tasks.cons_ptr))

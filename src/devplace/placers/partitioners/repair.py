@@ -12,7 +12,6 @@ from devplace.placers.colocation_groups import (
     I64,
     legal,
     mean_duration_ns,
-    op_devices,
 )
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import module_chain
@@ -71,7 +70,7 @@ def _rounds(
         moved = _Round(problem, timeline, pieces, labels, 1 + 0.02 * number).move()
         if moved is None:
             break
-        current = Placement(op_devices(problem, legal(problem, moved)))
+        current = Placement(problem.spaces.op_devices_of_groups(legal(problem, moved)))
         score = best_score(evaluate, current)
         stale += 1
         if score.key < key:
@@ -148,9 +147,8 @@ class _Round:
 
     def move(self) -> I32 | None:
         """New device of each group, or None if nothing can move. `[G]`"""
-        tasks, wires = self.problem.core.tasks, self.problem.core.wires
-        device = np.zeros(tasks.num_groups, np.int32)
-        device[tasks.group] = self.timeline.task_devices
+        wires = self.problem.core.wires
+        device = self.problem.spaces.groups_from_tasks(self.timeline.task_devices)
         room = _Room(
             (wires.limit_bytes - self.timeline.peak_bytes).astype(np.float64),
             (wires.pool_limit_bytes - self.timeline.pool_peak_bytes).astype(np.float64),
@@ -248,8 +246,8 @@ class _Round:
         tasks, timeline = self.problem.core.tasks, self.timeline
         rows = timeline.memory[timeline.memory[:, 1] == source]
         peak = int(rows[rows[:, 2].argmax(), 0]) if len(rows) else 0
-        start = timeline.start_ns[tasks.task_op]
-        finish = timeline.finish_ns[tasks.task_op]
+        start = timeline.run.start_ns
+        finish = timeline.run.finish_ns
         born = start[tasks.storage_maker]
         dies = finish[tasks.storage_maker].copy()
         carrier = np.repeat(np.arange(len(tasks.carrier_bytes)), np.diff(tasks.cons_ptr))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import I32, legal, op_devices
+from devplace.placers.colocation_groups import I32, legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.extras import missing
 from devplace.placers.partitioners.group_graph import device_weights, group_graph, mean_work, scaled
@@ -49,7 +49,7 @@ class Scotch:
         """Map the graph once."""
         devices = np.array(problem.usable_devices, np.int32)
         wish = devices[self._parts(problem, devices.tolist())]
-        return Placement(op_devices(problem, legal(problem, wish.astype(np.int32))))
+        return Placement(problem.spaces.op_devices_of_groups(legal(problem, wish.astype(np.int32))))
 
     def _parts(self, problem: Problem, devices: list[int]) -> I32:
         graph = group_graph(problem)

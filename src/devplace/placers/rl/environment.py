@@ -111,11 +111,11 @@ class Environment:
     def task_devices(self, actions: NDArray[np.integer]) -> I32:
         """Device of each task. `[B, M]` -> int32 `[B, N]`"""
         groups = self.grouping.colocation_devices(self.devices[actions])
-        return np.ascontiguousarray(groups[:, self.problem.core.tasks.group], np.int32)
+        return self.problem.spaces.tasks_from_groups(groups).astype(np.int32)
 
     def placement(self, actions: NDArray[np.integer]) -> Placement:
         """Placement of one row of actions. `[M]`"""
-        return Placement(self.problem.expand(self.task_devices(actions[None, :])[0]))
+        return Placement(self.problem.spaces.op_devices(self.task_devices(actions[None, :])[0]))
 
     def best(self) -> Placement:
         """The best placement scored: one that fits if there was one, else the nearest to it."""

@@ -40,7 +40,7 @@ class Grouping:
     @cached_property
     def of_task(self) -> I32:
         """Group of each task. `[N]`"""
-        return self.of_colocation[self.problem.core.tasks.group]
+        return self.problem.spaces.tasks_from_groups(self.of_colocation)
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
@@ -236,11 +236,9 @@ def _matching(graph: GroupGraph, unit: I64, work: F64, limit: float, surplus: in
 
 def renumbered(problem: Problem, unit: NDArray[np.integer]) -> I32:
     """The same groups numbered by their first task."""
-    tasks = problem.core.tasks
-    per_task = unit[tasks.group]
+    spaces = problem.spaces
+    per_task = spaces.tasks_from_groups(unit)
     _, first, index = np.unique(per_task, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int32)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
-    of_colocation = np.zeros(tasks.num_groups, np.int32)
-    of_colocation[tasks.group] = rank[index.reshape(-1)]
-    return of_colocation
+    return spaces.groups_from_tasks(rank[index.reshape(-1)])

@@ -307,8 +307,10 @@ def run_id(placer: Any, evaluate: Evaluator, rng: np.random.Generator) -> str:
     problem = evaluate.problem
     found = hashlib.sha256(repr(replace(placer, training=TrainingOptions())).encode())
     found.update(graph_fingerprint(problem.graph).encode())
-    for field in fields(problem.core.wires):
-        found.update(np.asarray(getattr(problem.core.wires, field.name)).tobytes())
+    for record in (problem.core.wires, problem.core.transfers):
+        for field in fields(record):
+            if field.name != "transfers":
+                found.update(np.asarray(getattr(record, field.name)).tobytes())
     found.update(problem.core.tasks.workspace_bytes.tobytes() + problem.allowed.tobytes())
     found.update(b"measured" if evaluate.is_measured else b"")
     found.update(repr((problem.machine, rng.bit_generator.state)).encode())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devplace.placers.colocation_groups import legal, op_devices
+from devplace.placers.colocation_groups import legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.problem import Placement, Problem
 
@@ -41,11 +41,10 @@ class DataParallel:
 def data_parallel(problem: Problem, devices: list[int]) -> Placement:
     """Micro-batch k on `devices[k % len(devices)]`, everything else spread by size."""
     tasks = problem.core.tasks
-    batch = np.array([op.micro_batch for op in problem.graph.ops])[tasks.task_op]
+    batch = problem.spaces.tasks_from_ops(np.array([op.micro_batch for op in problem.graph.ops]))
     batch_of_group = np.full(tasks.num_groups, -1)
     np.maximum.at(batch_of_group, tasks.group, batch)
-    kept = np.zeros(tasks.num_groups, np.int64)
-    np.add.at(kept, tasks.group, np.where(tasks.is_source > 0, tasks.made_bytes, 0))
+    kept = problem.spaces.groups_sum(np.where(tasks.is_source > 0, tasks.made_bytes, 0))
     wish = np.zeros(tasks.num_groups, np.int32)
     load = np.zeros(len(devices), np.int64)
     for group in np.argsort(-kept, kind="stable"):
@@ -55,7 +54,7 @@ def data_parallel(problem: Problem, devices: list[int]) -> Placement:
             place = int(load.argmin())
             load[place] += kept[group]
         wish[group] = devices[place]
-    return Placement(op_devices(problem, legal(problem, wish)))
+    return Placement(problem.spaces.op_devices_of_groups(legal(problem, wish)))
 
 
 def _num_micro_batches(problem: Problem) -> int:

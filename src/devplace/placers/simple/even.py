@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from devplace.placers.colocation_groups import by_vote, mean_duration_ns, op_devices
+from devplace.placers.colocation_groups import by_vote, mean_duration_ns
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import ModuleChain, module_chain
 from devplace.problem import Placement, Problem
@@ -82,4 +82,4 @@ class Topo:
         weight = mean_duration_ns(problem)
         devices = problem.accelerators
         wish = np.array(devices, np.int32)[shares(weight, len(devices))]
-        return Placement(op_devices(problem, by_vote(problem, wish, weight)))
+        return Placement(problem.spaces.op_devices_of_groups(by_vote(problem, wish, weight)))

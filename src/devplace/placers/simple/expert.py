@@ -13,7 +13,6 @@ from devplace.placers.colocation_groups import (
     I32,
     by_vote,
     mean_duration_ns,
-    op_devices,
 )
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.modules import ModuleChain, module_chain
@@ -118,7 +117,7 @@ class Expert:
         if rule.kind == "layers":
             _follow(problem, chain, wish)
         groups = by_vote(problem, wish, mean_duration_ns(problem))
-        return Placement(op_devices(problem, groups))
+        return Placement(problem.spaces.op_devices_of_groups(groups))
 
 
 def rule_of(problem: Problem) -> Rule | None:

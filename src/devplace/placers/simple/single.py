@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from devplace.errors import ProblemError
-from devplace.placers.colocation_groups import legal, op_devices
+from devplace.placers.colocation_groups import legal
 from devplace.placers.counted_simulator import Evaluator
 from devplace.placers.orders import best_score
 from devplace.problem import Placement, Problem
@@ -16,7 +16,7 @@ from devplace.problem import Placement, Problem
 def all_on(problem: Problem, device: int) -> Placement:
     """Every op on one device, except what is not allowed there."""
     wish = np.full(problem.core.tasks.num_groups, device, np.int32)
-    return Placement(op_devices(problem, legal(problem, wish)))
+    return Placement(problem.spaces.op_devices_of_groups(legal(problem, wish)))
 
 
 @dataclass(frozen=True)

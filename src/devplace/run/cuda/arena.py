@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter, deque
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from devplace.run.codegen import last_uses
-from devplace.run.linear import lane_of
-from devplace.run.schedule import NodeFacts, Schedule
-from devplace.run.write_back import DeviceWrites
-from devplace.simulator.heap import BLOCK_BYTES, MAX_SMALL_BYTES, SMALL_PAGE_BYTES, Piece
+from devplace.schedule import DeviceWrites, Schedule
+from devplace.schedule.heap import BLOCK_BYTES, SMALL_PAGE_BYTES, Heap, block_bytes
+from devplace.schedule.linear import PushJoins
+from devplace.schedule.live import memory_changes, replay
 
 # Beside the small tensors of the plan: those that ops and the capture itself need. With 4 MiB some
 # captures of BERT and GPT-2 still lacked a page.
@@ -76,135 +72,28 @@ class StepPeaks(NamedTuple):
 
 
 def step_peaks(
-    schedule: Schedule,
-    device: int,
-    writes: DeviceWrites,
-    joins: Mapping[int, tuple[int, ...]],
-    freed: Mapping[int, tuple[int, ...]],
+    schedule: Schedule, device: int, writes: DeviceWrites, joins: PushJoins
 ) -> StepPeaks:
     """What a step of a GPU takes, without sources, received tensors and workspaces of ops.
 
     Args:
         schedule: What every device does.
         device: Index of the GPU.
-        writes: When its values are not needed any more because they were written back.
-        joins: Of `joined_before`.
-        freed: Of `freed_before`, of this device.
+        writes: Its write-backs.
+        joins: Where pushes are waited for.
 
     Complexity: O(I + E) for I instructions with E arguments.
     """
-    walk = _Walk(schedule, joins)
-    dead = last_uses(schedule, device)
-    for index, (kind, node, transfer) in enumerate(schedule.instructions[device]):
-        for send in freed.get(index, ()):
-            walk.join(send)
-        if kind == "receive":
-            walk.receive(transfer, node)
-        elif kind == "send":
-            walk.send(transfer, node)
-        elif kind == "call":
-            over = {write.output for write in writes.fused.get(index, ())}
-            walk.make(node, writes.in_place(index) is not None, over)
-        else:
-            walk.load(node)
-        for gone in (*writes.drops.get(index, ()), *dead.get(index, ())):
-            walk.drop(gone)
-    return StepPeaks(walk.small.num_bytes, walk.large.num_bytes, walk.peak_bytes)
+    heap = Heap(small_page_bytes=BLOCK_BYTES, large_page_bytes=BLOCK_BYTES)
+    replay(memory_changes(schedule, device, writes, joins), schedule.graph, heap, {})
+    return StepPeaks(heap.small.num_bytes, heap.large.num_bytes, heap.peak_bytes)
 
 
 def copied_bytes(schedule: Schedule, device: int) -> int:
     """What the copies of a step's results take that a device hands out, beside the step."""
-    facts = NodeFacts(schedule.graph, schedule.device_of_op)
-    found = (
-        _rounded(facts.num_bytes(node))
-        for index, node in schedule.results[device]
-        if schedule.graph.results[index].replaces < 0
+    graph = schedule.graph
+    return sum(
+        block_bytes(graph.tensors[tensor].num_bytes)
+        for index, tensor in schedule.results[device]
+        if graph.results[index].replaces < 0 and graph.tensors[tensor].num_bytes
     )
-    return sum(found)
-
-
-class _Walk:
-    """The tensors of one device that are alive, instruction by instruction."""
-
-    def __init__(self, schedule: Schedule, joins: Mapping[int, tuple[int, ...]]) -> None:
-        self.small, self.large = Piece(BLOCK_BYTES), Piece(BLOCK_BYTES)
-        self.peak_bytes = 0
-        self._schedule = schedule
-        self._facts = NodeFacts(schedule.graph, schedule.device_of_op)
-        self._joins = joins
-        self._blocks: dict[int, tuple[int, int]] = {}  # address and size
-        self._uses: Counter[int] = Counter()
-        self._now = 0
-        self._pending: dict[int, deque[tuple[int, Any]]] = {}
-        self._joined: set[int] = set()
-
-    def make(self, node: Any, is_in_place: bool, over: Collection[int] = ()) -> None:
-        """An op gives a value, or a part or view of one; outputs `over` lie in older memory."""
-        op = self._facts.op_of[node]
-        is_new = not self._facts.is_view(node) and node.target is not operator.getitem
-        if is_new and not is_in_place:
-            for place, tensor in enumerate(self._schedule.graph.ops[op].outputs):
-                if place not in over:
-                    self._allocate(tensor)
-        self._hold(node)
-
-    def drop(self, node: Any) -> None:
-        """Nothing needs a value any more."""
-        for tensor in self._tensors(node):
-            self._uses[tensor] -= 1
-            if self._uses[tensor] == 0:
-                self._free(tensor)
-
-    def send(self, transfer: int, node: Any) -> None:
-        """A push holds its tensor until it is joined."""
-        self._hold(node)
-        lane = lane_of(self._schedule.transfers[transfer])
-        self._pending.setdefault(lane, deque()).append((transfer, node))
-
-    def load(self, node: Any) -> None:
-        """A value that is there anyhow."""
-        self._hold(node)
-
-    def receive(self, transfer: int, node: Any) -> None:
-        """Pushes are joined before a wait."""
-        self._hold(node)
-        for send in self._joins.get(transfer, ()):
-            self.join(send)
-
-    def join(self, transfer: int) -> None:
-        """A push, and all before it on its stream, are over."""
-        pending = self._pending.get(lane_of(self._schedule.transfers[transfer]))
-        while pending and transfer not in self._joined:
-            first, node = pending.popleft()
-            self._joined.add(first)
-            self.drop(node)
-
-    def _tensors(self, node: Any) -> tuple[int, ...]:
-        """What keeps its memory while this value is there."""
-        owner = self._facts.owner(node)
-        if owner.op == "placeholder" or owner.name in self._schedule.graph.program.tensor_of:
-            return (self._facts.tensor_id(owner),)
-        return self._schedule.graph.ops[self._facts.op_of[owner]].outputs
-
-    def _hold(self, node: Any) -> None:
-        self._uses.update(self._tensors(node))
-
-    def _allocate(self, tensor: int) -> None:
-        size = _rounded(self._schedule.graph.tensors[tensor].num_bytes)
-        self._now += size
-        self.peak_bytes = max(self.peak_bytes, self._now)
-        if size:
-            self._blocks[tensor] = self._piece(size).take(size), size
-
-    def _free(self, tensor: int) -> None:
-        address, size = self._blocks.pop(tensor, (0, 0))
-        self._now -= size
-        if size:
-            self._piece(size).give(address, size)
-
-    def _piece(self, size: int) -> Piece:
-        return self.large if size > MAX_SMALL_BYTES else self.small
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

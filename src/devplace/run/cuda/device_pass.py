@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,15 +9,16 @@ import torch
 
 from devplace.errors import ExecutionError
 from devplace.graph.fusion.call import one_or_all
+from devplace.graph.overwrite import OUT_FORMS
+from devplace.graph.program import Call
 from devplace.kernels import kernel_of
 from devplace.kernels.fused import kernel_of_call
-from devplace.run.codegen import last_uses
 from devplace.run.copies import as_traced
 from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.timestamps import Clock
 from devplace.run.cuda.transient_values import LightValues
-from devplace.run.schedule import Schedule
-from devplace.run.write_back import DeviceWrites, Over, Scratch, WriteBack, out_overload
+from devplace.schedule import DeviceWrites, Schedule
+from devplace.schedule.write_back import Over, Scratch, WriteBack
 
 
 class Carrier(Protocol):
@@ -52,8 +52,8 @@ class StateWrites:
         writes: What may be written back, and when.
         is_trial: Whether the step is only tried: memory is taken as in a step, sources keep their
             values, and where a new value would lie in the old one's memory the old one stands in.
-        strides: FX node of a new value -> its strides as the op itself lays it out. A step notes
-            them, later ones compute in place where the old value lies just so.
+        strides: New value -> its strides as the op itself lays it out. A step notes them,
+            later ones compute in place where the old value lies just so.
         is_light: Whether a trial keeps large values only as descriptions.
     """
 
@@ -61,7 +61,7 @@ class StateWrites:
         self,
         writes: DeviceWrites,
         is_trial: bool = False,
-        strides: dict[Any, tuple[int, ...]] | None = None,
+        strides: dict[int, tuple[int, ...]] | None = None,
         is_light: bool = False,
     ) -> None:
         self.is_light = is_light
@@ -106,11 +106,11 @@ class DevicePass:
         self._random = random
         self._state = state
         self._clock = clock
-        self._values: dict[Any, Any] = LightValues(sources.values()) if state.is_light else {}
+        self._values: dict[int, Any] = {}
+        if state.is_light:
+            self._values = LightValues(schedule.graph, sources.values())
         self._instructions = schedule.instructions[device]
-        self._dead_after = last_uses(schedule, device)
-        self._source_of = source_ops(schedule)
-        self._layouts = schedule.graph.program.layouts
+        self._program = schedule.captured.program
         if clock is not None:
             clock.stamp("begin")
 
@@ -120,28 +120,26 @@ class DevicePass:
         Raises:
             ExecutionError: An op failed; names it.
         """
-        kind, node, transfer = self._instructions[index]
+        kind, what, transfer = self._instructions[index]
         if kind != "receive":
             self._flush()
         for send in self._joins.get(index, ()):
             self._carrier.join(send)
         if kind == "load":
-            self._values[node] = self._sources[self._source_of[node]]
+            self._values[what] = self._sources[self._schedule.graph.producer[what]]
         elif kind == "send":
-            self._carrier.send(transfer, self._values[node])
+            self._carrier.send(transfer, self._values[what])
         elif kind == "receive":
-            self._values[node] = self._carrier.receive(transfer)
+            self._values[what] = self._carrier.receive(transfer)
         else:
-            made = self._make(index, node)
-            layouts = self._layouts.get(node.name)
-            self._values[node] = made if layouts is None else as_traced(made, layouts)
-            self._note(node)
+            self._keep(self._program.calls[what], self._make(index, what))
+            self._note(what)
         for write in self._state.writes.after.get(index, ()):
             self._write(write)
         for dead in self._state.writes.drops.get(index, ()):
             del self._values[dead]
-        for dead in self._dead_after.get(index, ()):
-            del self._values[dead]
+        for dead in self._state.writes.dead.get(index, ()):
+            self._values.pop(dead, None)  # outputs that nobody reads were not kept
 
     def finish(self) -> list[tuple[int, Any]]:
         """End the step; gives (result index, value) of the results that replace nothing.
@@ -151,12 +149,12 @@ class DevicePass:
         self._flush()
         graph = self._schedule.graph
         kept = [
-            (index, self._own(index, node))
-            for index, node in self._schedule.results[self._device]
+            (index, self._own(index, tensor))
+            for index, tensor in self._schedule.results[self._device]
             if graph.results[index].replaces < 0
         ]
         late = [] if self._state.is_trial else list(self._state.writes.at_end)
-        values = [self._own(write.result, write.node) for write in late]
+        values = [self._own(write.result, write.tensor) for write in late]
         self._carrier.finish()
         for write, value in zip(late, values, strict=True):
             if self._sources[write.source] is not value:
@@ -164,36 +162,47 @@ class DevicePass:
         self._values.clear()
         return kept
 
-    def _own(self, result: int, node: Any) -> Any:
-        value = self._values[node]
+    def _own(self, result: int, tensor: int) -> Any:
+        value = self._values[tensor]
         return value.clone() if result in self._schedule.borrowed else value
 
-    def _make(self, index: int, node: Any) -> Any:
+    def _keep(self, call: Call, made: Any) -> None:
+        """The tensors that a call gave, laid out as in the trace."""
+        layouts = self._program.layouts.get(call.node.name)
+        if layouts is not None:
+            made = as_traced(made, layouts)
+        tensor = self._program.tensor_of.get(call.node.name)
+        if tensor is not None:
+            self._values[tensor] = made
+        for place, part in call.parts:
+            self._values[part] = made[place]
+
+    def _make(self, index: int, op: int) -> Any:
         over = self._state.writes.fused.get(index)
         if over:
-            return self._call_over(node, over)
+            return self._call_over(op, over)
         if not self._state.is_trial:
-            return self._call(node, self._target_in_place(index))
+            return self._call(op, self._target_in_place(index))
         write = self._state.writes.in_place(index)
-        if write is not None and self._try_in_place(write):
+        if write is not None and self._try_in_place(op, write):
             return self._sources[write.source]
-        return self._call(node)
+        return self._call(op)
 
-    def _try_in_place(self, write: WriteBack | Scratch) -> bool:
+    def _try_in_place(self, op: int, write: WriteBack | Scratch) -> bool:
         """Whether an op can write into the old value, found without a second value in memory.
 
         A trial must leave the old value alone, so its first rows are computed and dropped, which
         loads the kernel, and the layout of all is found without computing.
         """
-        node, buffer = write.node, self._sources[write.source]
-        tensors = {arg: self._values[arg] for arg in node.all_input_nodes}
+        node, buffer = self._program.calls[op].node, self._sources[write.source]
+        tensors = {arg: self._value_of(arg) for arg in node.all_input_nodes}
         shapes = {value.shape for value in tensors.values() if value.dim()}
         if buffer.dim() == 0 or shapes != {buffer.shape}:
             return False
         bare = {arg: _bare(value) for arg, value in tensors.items()}
         first_rows = {arg: value[:1] if value.dim() else value for arg, value in tensors.items()}
         strides = _call_with(node, bare).stride()
-        self._state.strides[write.node] = strides
+        self._state.strides[write.tensor] = strides
         if strides != buffer.stride():
             return False
         _call_with(node, first_rows)
@@ -204,37 +213,32 @@ class DevicePass:
         write = self._state.writes.in_place(index)
         if write is None:
             return None
-        known = self._state.strides.get(write.node)
+        known = self._state.strides.get(write.tensor)
         return write if known == self._sources[write.source].stride() else None
 
     def _write(self, write: WriteBack) -> None:
-        value, buffer = self._values[write.node], self._sources[write.source]
+        value, buffer = self._values[write.tensor], self._sources[write.source]
         if value is buffer:
             return
-        self._state.strides[write.node] = value.stride()
+        self._state.strides[write.tensor] = value.stride()
         if not self._state.is_trial:
             for transfer in write.pushes:
                 self._carrier.join(transfer)
             buffer.copy_(value)
         if write.may_stand_in and value.stride() == buffer.stride():
-            self._values[write.node] = buffer  # its own memory is free for what comes next
+            self._values[write.tensor] = buffer  # its own memory is free for what comes next
 
     def _flush(self) -> None:
         if self._carrier.flush() and self._clock is not None:
             self._clock.stamp("wait")
 
-    def _note(self, node: Any) -> None:
-        if self._clock is not None and not self._is_free(node):
-            self._clock.stamp("op", self._schedule.graph.program.op_of[node.name])
+    def _note(self, op: int) -> None:
+        is_free = self._schedule.graph.ops[op].is_view  # it starts nothing on the device
+        if self._clock is not None and not is_free:
+            self._clock.stamp("op", op)
 
-    def _is_free(self, node: Any) -> bool:
-        """Whether a call starts nothing on the device."""
-        if node.target is operator.getitem:
-            return True
-        op = self._schedule.graph.program.op_of[node.name]
-        return bool(self._schedule.graph.ops[op].is_view)
-
-    def _call(self, node: Any, write: WriteBack | Scratch | None = None) -> Any:
+    def _call(self, op: int, write: WriteBack | Scratch | None = None) -> Any:
+        node = self._program.calls[op].node
         args = torch.fx.node.map_aggregate(node.args, self._argument)
         kwargs = torch.fx.node.map_aggregate(node.kwargs, self._argument)
         try:
@@ -244,15 +248,14 @@ class DevicePass:
                 return kernel_of(node.target, self._torch_device.type)(*args, **kwargs)
             for transfer in write.pushes:
                 self._carrier.join(transfer)
-            into = out_overload(node.target)
-            assert into is not None
-            return into(*args, **kwargs, out=self._sources[write.source])
+            return out_overload(node.target)(*args, **kwargs, out=self._sources[write.source])
         except Exception as error:
-            raise ExecutionError(describe_op(self._schedule, self._device, node, error)) from error
+            raise ExecutionError(describe_op(self._schedule, self._device, op, error)) from error
 
-    def _call_over(self, node: Any, over: Sequence[Over]) -> Any:
+    def _call_over(self, op: int, over: Sequence[Over]) -> Any:
         """Call a fused op that writes over some inputs; a trial leaves them as they are."""
-        tensors = [self._values[arg] for arg in node.args]
+        node = self._program.calls[op].node
+        tensors = [self._value_of(arg) for arg in node.args]
         for write in over:
             for transfer in write.pushes:
                 self._carrier.join(transfer)
@@ -260,15 +263,18 @@ class DevicePass:
         try:
             made = list(kernel_of_call(node.target).run(tensors, written))
         except Exception as error:
-            raise ExecutionError(describe_op(self._schedule, self._device, node, error)) from error
+            raise ExecutionError(describe_op(self._schedule, self._device, op, error)) from error
         for write in over:
             made[write.output] = tensors[write.input]
         return one_or_all(made)
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):
-            return self._values[arg]
+            return self._value_of(arg)
         return self._torch_device if isinstance(arg, torch.device) else arg
+
+    def _value_of(self, node: Any) -> Any:
+        return self._values[self._program.tensor_of[node.name]]
 
 
 def _call_with(node: Any, values: Mapping[Any, Any]) -> Any:
@@ -286,16 +292,18 @@ def _bare(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def source_ops(schedule: Schedule) -> dict[Any, int]:
-    """Source op of every placeholder."""
-    program = schedule.graph.program
-    nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
-    return {node: binding.op for node, binding in zip(nodes, program.bindings, strict=True)}
+def out_overload(target: Any) -> Any:
+    """The overload of an op of `OUT_FORMS` that writes into a given tensor.
+
+    These ops read each element before they write it, and compute it alike in both forms; so the
+    output may be an input, if both are laid out alike.
+    """
+    return getattr(target.overloadpacket, OUT_FORMS[str(target)])
 
 
-def describe_op(schedule: Schedule, device: int, node: Any, error: BaseException) -> str:
-    """What failed, where, and what to do."""
-    op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
+def describe_op(schedule: Schedule, device: int, index: int, error: BaseException) -> str:
+    """Which op failed, where, and what to do."""
+    op = schedule.graph.ops[index]
     module = f"module {op.module!r}" if op.module else "the model itself"
     where = f"{module}, {op.source_line}" if op.source_line else module
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

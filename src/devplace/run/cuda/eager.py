@@ -20,10 +20,10 @@ from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.routes import Route
 from devplace.run.cuda.timestamps import Clocks, timed_transfer
 from devplace.run.cuda.transient_values import lightened
-from devplace.run.linear import Place
 from devplace.run.ranks.processes import Mail, Processes
-from devplace.run.schedule import Schedule
-from devplace.run.write_back import DeviceWrites
+from devplace.schedule import Schedule
+from devplace.schedule.linear import Place
+from devplace.schedule.write_back import DeviceWrites
 
 AnyDevice = CudaDevice | HostDevice
 

@@ -42,11 +42,11 @@ from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.rank_channels import NcclRanks, RankChannels
 from devplace.run.cuda.routes import Route, check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.cuda.timestamps import Clock, collect, make_clocks, offset_ns
-from devplace.run.linear import linear_order
 from devplace.run.ranks.processes import Processes
-from devplace.run.schedule import Schedule, source_bytes, stored_sources
 from devplace.run.seeds import RandomKeys
-from devplace.run.write_back import write_backs
+from devplace.schedule import Schedule, source_bytes, stored_sources
+from devplace.schedule.linear import linear_order
+from devplace.schedule.write_back import write_backs
 
 
 class CudaExecutor:
@@ -109,7 +109,7 @@ class CudaExecutor:
         self._number = 0
         self._is_closed = False
         self._missing = set(schedule.holders)
-        self._random_keys = RandomKeys(schedule.graph)
+        self._random_keys = RandomKeys(schedule.captured)
         active = [index for index, some in enumerate(schedule.instructions) if some]
         _check_devices([schedule.device_names[index] for index in active])
         check_cpu_ops(schedule, has_cpu_form)
@@ -117,7 +117,7 @@ class CudaExecutor:
         self._hosts = {
             index: HostDevice(index, frozenset(schedule.graph.replaced)) for index in hosts
         }
-        inputs = [b.op for b in schedule.graph.program.bindings if b.kind == "input"]
+        inputs = [b.op for b in schedule.captured.program.bindings if b.kind == "input"]
         self._devices = {
             index: CudaDevice(
                 index,
@@ -362,11 +362,12 @@ class CudaExecutor:
             self._nccl.close()
 
     def _make_random(self) -> dict[int, RandomOps]:
-        positions = self.schedule.graph.program.random_ops
+        program = self.schedule.captured.program
         random = {}
         for index, device in self._all.items():
-            used = {node.name for _, node, _ in self.schedule.instructions[index]}
-            random[index] = RandomOps(positions, used, device.torch_device, self.seed)
+            calls = (op for kind, op, _ in self.schedule.instructions[index] if kind == "call")
+            used = {program.calls[op].node.name for op in calls}
+            random[index] = RandomOps(program.random_ops, used, device.torch_device, self.seed)
         return random
 
     def _make_runner(self, number: int) -> EagerRunner | GraphRunner:
@@ -401,7 +402,6 @@ class CudaExecutor:
                 mailroom,
                 self._devices,
                 self._random,
-                self._order,
                 self._writes,
                 eager.strides,
                 arena_bytes,
@@ -506,12 +506,10 @@ class CudaExecutor:
         schedule, record = self.schedule, self.schedule.transfers[transfer]
         ops = schedule.graph.ops
         producer = ops[schedule.graph.producer[record.tensor]].name
-        instructions = schedule.instructions[record.dst]
-        received = next(i.node for i in instructions if i[0] == "receive" and i[2] == transfer)
         readers = (
-            ops[schedule.graph.program.op_of[node.name]].name
-            for kind, node, _ in instructions
-            if kind == "call" and received in node.all_input_nodes
+            ops[op].name
+            for kind, op, _ in schedule.instructions[record.dst]
+            if kind == "call" and record.tensor in ops[op].inputs
         )
         return producer, next(readers, "the step's results")
 

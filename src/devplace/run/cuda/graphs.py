@@ -30,9 +30,8 @@ from devplace.run.cuda.random_ops import RandomOps
 from devplace.run.cuda.rank_channels import RankChannels
 from devplace.run.cuda.timeouts import first_cause
 from devplace.run.cuda.timestamps import Clock, Clocks
-from devplace.run.linear import Place, freed_before, joined_before
 from devplace.run.workers import Workers
-from devplace.run.write_back import DeviceWrites
+from devplace.schedule import DeviceWrites, PushJoins
 
 
 @dataclass
@@ -58,7 +57,6 @@ class GraphRunner:
         mailroom: Receive buffers and flags.
         devices: The GPUs that do something, by index.
         random: Their random ops.
-        order: All instructions, of `linear_order`.
         writes: How each device replaces its sources.
         strides: Of `StateWrites`.
         arena_bytes: Device -> memory its step will need at once; asked for in one piece, so that
@@ -78,7 +76,6 @@ class GraphRunner:
         mailroom: PeerChannels | RankChannels,
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
-        order: list[Place],
         writes: tuple[DeviceWrites, ...],
         strides: dict[Any, tuple[int, ...]],
         arena_bytes: Mapping[int, int],
@@ -93,8 +90,7 @@ class GraphRunner:
         self._strides = strides
         self._arena_bytes = arena_bytes
         self.step_peak_bytes: dict[int, int] = {}
-        self._joins = joined_before(mailroom.schedule, order)
-        self._freed = freed_before(mailroom.schedule)
+        self._joins = PushJoins.of(mailroom.schedule)
         self._ends = {index: torch.cuda.Event() for index in devices}
         self._plain = self._capture_all({})
         names = mailroom.schedule.device_names
@@ -270,7 +266,7 @@ class GraphRunner:
 
     def _arenas_of(self, device: CudaDevice) -> list[Arena]:
         index, schedule = device.index, self._mailroom.schedule
-        peaks = step_peaks(schedule, index, self._writes[index], self._joins, self._freed[index])
+        peaks = step_peaks(schedule, index, self._writes[index], self._joins)
         small = peaks.small + copied_bytes(schedule, index)
         large = max(self._arena_bytes.get(index, 0), peaks.large)
         return choose_arenas(large, small, allowed_bytes(device))
@@ -279,7 +275,7 @@ class GraphRunner:
         self, device: CudaDevice, random: RandomOps, step: _Recorded, clock: Clock | None
     ) -> None:
         schedule = self._mailroom.schedule
-        carrier = self._mailroom.carrier(device, self._joins, clock)
+        carrier = self._mailroom.carrier(device, self._joins.before_wait, clock)
         one_pass = DevicePass(
             schedule,
             device.index,
@@ -289,7 +285,7 @@ class GraphRunner:
             random,
             StateWrites(self._writes[device.index], strides=self._strides),
             clock,
-            self._freed[device.index],
+            self._joins.when_over[device.index],
         )
         self._mailroom.flags[device.index].epoch.add_(1)
         for index in range(len(schedule.instructions[device.index])):

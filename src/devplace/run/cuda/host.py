@@ -17,8 +17,8 @@ from devplace.run.cuda.device_pass import describe_op
 from devplace.run.cuda.pinned import PinnedBoard
 from devplace.run.cuda.routes import Route
 from devplace.run.mailbox import Mailbox
-from devplace.run.schedule import Schedule
 from devplace.run.workers import Workers
+from devplace.schedule import Schedule
 
 
 class LateError(Exception):
@@ -330,9 +330,9 @@ def _what_failed(schedule: Schedule, device: int, index: int | None, error: Base
     first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     if index is None:
         return f"The step failed on {name}: {first}. Load the state and step again."
-    kind, node, transfer = schedule.instructions[device][index]
+    kind, what, transfer = schedule.instructions[device][index]
     if kind == "call":
-        return describe_op(schedule, device, node, error)
+        return describe_op(schedule, device, what, error)
     tensor, src, dst, num_bytes = schedule.transfers[transfer]
     return (
         f"Transfer of tensor {schedule.graph.tensors[tensor].name!r} ({num_bytes} bytes) from "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from devplace.simulator.heap import BLOCK_BYTES
+from devplace.schedule.heap import BLOCK_BYTES
 
 
 class Packing:

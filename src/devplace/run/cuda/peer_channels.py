@@ -20,9 +20,9 @@ from devplace.run.cuda.pinned import PinnedBoard, plain_bytes
 from devplace.run.cuda.push import Push, same_layout, wait, words_of
 from devplace.run.cuda.routes import Route, neighbours
 from devplace.run.cuda.timestamps import Clock, timed_transfer
-from devplace.run.linear import come_with_others, lane_of
-from devplace.run.schedule import Schedule
-from devplace.simulator.send_lifetimes import JOINED_BYTES
+from devplace.schedule import Schedule
+from devplace.schedule.linear import come_with_others, lane_of
+from devplace.schedule.rough_times import JOINED_BYTES
 
 if TYPE_CHECKING:
     from devplace.run.cuda.rank_channels import RankChannels

@@ -12,7 +12,7 @@ import torch
 from devplace.errors import ExecutionError
 from devplace.run.cuda.device import FLAG_STRIDE, Flags
 from devplace.run.cuda.packing import num_span_bytes, num_span_elements
-from devplace.simulator.send_lifetimes import COPY_ENGINE_BYTES
+from devplace.schedule.rough_times import COPY_ENGINE_BYTES
 
 # Blocks of a push kernel. The same step took 31.9 ms with 8, 29.6 with 16, 28.8 with 32, 28.4 with
 # 64 and 28.7 with 128; one of NMT-4 was fastest with 32.

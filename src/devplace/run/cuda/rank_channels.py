@@ -23,7 +23,7 @@ from devplace.run.cuda.push import words_of
 from devplace.run.cuda.timestamps import Clock
 from devplace.run.ranks.processes import Processes
 from devplace.run.ranks.turns import Turns
-from devplace.run.schedule import Schedule
+from devplace.schedule import Schedule
 
 
 class RankChannels:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from devplace.device_kinds import is_host
 from devplace.errors import PlanError
-from devplace.run.schedule import Schedule
+from devplace.schedule import Schedule
 
 Route = Literal["peer", "staged", "up", "down", "inside"]
 
@@ -52,20 +52,21 @@ def check_cpu_ops(schedule: Schedule, runs_on_cpu: Callable[[Any], bool]) -> Non
     Raises:
         PlanError: Names the first such op.
     """
-    random = set(schedule.graph.program.random_ops)
+    program = schedule.captured.program
     for device, instructions in enumerate(schedule.instructions):
         if not is_host(schedule.device_names[device]):
             continue
-        for kind, node, _ in instructions:
+        for kind, index, _ in instructions:
             if kind != "call":
                 continue
-            if node.name in random:
+            node = program.calls[index].node
+            if node.name in program.random_ops:
                 reason = "draws random numbers, and a CPU draws others than a GPU from one seed"
             elif not runs_on_cpu(node.target):
                 reason = "has no CPU form"
             else:
                 continue
-            op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
+            op = schedule.graph.ops[index]
             where = f"module {op.module!r}" if op.module else "the model itself"
             raise PlanError(
                 f"Ops on a CPU beside GPUs must run there as on a GPU: {op.name!r} ({op.target}, "

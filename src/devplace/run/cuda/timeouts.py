@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from devplace.run.schedule import InstructionKind, Schedule
+from devplace.schedule import InstructionKind, Schedule
 
 
 def first_cause(schedule: Schedule, late: Sequence[int]) -> int:

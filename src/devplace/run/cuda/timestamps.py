@@ -11,7 +11,7 @@ import torch
 
 from devplace.run.cuda.device import CudaDevice
 from devplace.run.measured_timeline import MeasuredTimeline, make_timeline
-from devplace.run.schedule import Schedule
+from devplace.schedule import Schedule
 
 CALIBRATIONS = 20
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from devplace.graph import OpGraph
 from devplace.run.cuda.packing import num_span_elements
 
 # Storages from this size on are not kept, bytes; torch has smaller ones in pieces of their own.
@@ -44,35 +45,34 @@ class Described:
         return storage.as_strided(self.like.shape, self.like.stride(), self.offset)
 
 
-class LightValues(dict[Any, Any]):
-    """FX node -> its value; large floating-point ones are described, and made anew when read.
+class LightValues(dict[int, Any]):
+    """Tensor -> its value; large floating-point ones are described, and made anew when read.
 
     Integers stay as they are: among them are indices, which must be in range.
 
     Args:
+        graph: The step.
         held: Tensors that are there anyhow; values in their memory stay as they are.
     """
 
-    def __init__(self, held: Iterable[Any] = ()) -> None:
+    def __init__(self, graph: OpGraph, held: Iterable[Any] = ()) -> None:
         super().__init__()
         self._held = {value.untyped_storage().data_ptr() for value in held}
-
-    def __setitem__(self, node: Any, value: Any) -> None:
         # as_strided speaks of the whole storage; other readers need no more than the tensor.
-        is_whole = any("as_strided" in str(user.target) for user in node.users)
-        super().__setitem__(node, self._lightened(value, is_whole))
+        self._whole = {
+            tensor for op in graph.ops if "as_strided" in op.target for tensor in op.inputs
+        }
 
-    def __getitem__(self, node: Any) -> Any:
-        return _made(super().__getitem__(node))
+    def __setitem__(self, tensor: int, value: Any) -> None:
+        is_described = isinstance(value, torch.Tensor) and (
+            value.untyped_storage().data_ptr() not in self._held
+        )
+        described = lightened(value, tensor in self._whole) if is_described else value
+        super().__setitem__(tensor, described)
 
-    def _lightened(self, value: Any, is_whole: bool) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._lightened(part, is_whole) for part in value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.untyped_storage().data_ptr() in self._held:
-            return value
-        return lightened(value, is_whole)
+    def __getitem__(self, tensor: int) -> Any:
+        value = super().__getitem__(tensor)
+        return value.made() if isinstance(value, Described) else value
 
 
 def lightened(value: Any, is_whole: bool = False) -> Any:
@@ -90,11 +90,3 @@ def lightened(value: Any, is_whole: bool = False) -> Any:
         num_elements = storage_bytes // value.element_size()
         return Described(like, value.device, value.storage_offset(), num_elements)
     return Described(like, value.device, 0, num_span_elements(value))
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, Described):
-        return value.made()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_made(part) for part in value)
-    return value

@@ -15,8 +15,8 @@ from devplace.run.copies import clone_tensor
 from devplace.run.mailbox import CopyFunction, Mailbox, make_post
 from devplace.run.probe.channels import Pair
 from devplace.run.probe.report import DeviceReport, StepReport
-from devplace.run.schedule import PlannedTransfer
 from devplace.run.workers import Workers
+from devplace.schedule import PlannedTransfer
 
 SIZES = (1024, 16 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
 ROUNDS = (60, 60, 60, 30, 16, 10)

@@ -9,8 +9,8 @@ from devplace.graph.serialize import fingerprint
 from devplace.run.ranks.group import Group
 from devplace.run.ranks.processes import Processes
 from devplace.run.ranks.split import split_devices
-from devplace.run.schedule import Schedule
 from devplace.run.state import steps_at_capture
+from devplace.schedule import Schedule
 
 
 def joined(
@@ -42,9 +42,9 @@ def require_agreement(
         PlanMismatchError: Names a process that differs from the first, and in what.
         RankError: A process failed, or did not come.
     """
-    graph = schedule.graph
+    graph = schedule.captured
     transfers = [transfer._asdict() for transfer in schedule.transfers]
-    lines = [[(i.kind, str(i.node), i.transfer) for i in some] for some in schedule.instructions]
+    lines = [[tuple(one) for one in some] for some in schedule.instructions]
     group.require_equal(
         "step",
         {

@@ -13,13 +13,13 @@ import torch
 from devplace.device_kinds import is_host
 from devplace.errors import InputError
 from devplace.run.copies import clone_tensor
-from devplace.run.linear import crosses, meeting_order
 from devplace.run.mailbox import Mailbox
 from devplace.run.ranks.group import Group
 from devplace.run.ranks.messages import message_bytes, pack, unpack
 from devplace.run.ranks.split import part_of
 from devplace.run.ranks.turns import Turns
-from devplace.run.schedule import PlannedTransfer, Schedule
+from devplace.schedule import PlannedTransfer, Schedule
+from devplace.schedule.linear import crosses, meeting_order
 
 
 class Processes:

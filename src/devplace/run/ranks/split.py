@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from devplace.device_kinds import is_host
 from devplace.errors import InputError, did_you_mean
-from devplace.run.schedule import Schedule
+from devplace.schedule import Schedule
 
 
 def split_devices(

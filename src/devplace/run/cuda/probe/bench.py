@@ -17,7 +17,7 @@ from devplace.run.cuda.push import Push, push_by_engine, push_by_kernel, wait
 from devplace.run.probe.channels import Pair
 from devplace.run.probe.report import HOST, DeviceReport, StepReport
 from devplace.run.workers import Workers
-from devplace.simulator.send_lifetimes import COPY_ENGINE_BYTES
+from devplace.schedule.rough_times import COPY_ENGINE_BYTES
 
 SIZES = tuple(ROUNDS)
 CHECK_BYTES = (2**10, 2**20, 2**25)

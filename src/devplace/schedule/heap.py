@@ -113,43 +113,73 @@ class HeapBlock(NamedTuple):
     size: int
 
 
-class Heap:
-    """The two pieces that a GPU's tensors come from.
-
-    Args:
-        large_bytes: Size of the piece for large tensors to begin with.
+class HeapTally:
+    """How much small and large tensors take at once, wherever they lie.
 
     Attributes:
+        peak_bytes: The most that all tensors took at once.
         large_peak_bytes: The most that large tensors took at once.
     """
 
-    def __init__(self, large_bytes: int = 0) -> None:
-        self._small = Piece(SMALL_PAGE_BYTES)
-        self._large = Piece(LARGE_PAGE_BYTES, large_bytes)
-        self._large_bytes = 0
-        self.large_peak_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """What both pieces reserve."""
-        return self._small.num_bytes + self._large.num_bytes
+    def __init__(self) -> None:
+        self._now = self._large_now = 0
+        self.peak_bytes = self.large_peak_bytes = 0
 
     def take(self, num_bytes: int) -> HeapBlock:
         """Memory for a tensor."""
         size = block_bytes(num_bytes)
+        self._now += size
+        if self._now > self.peak_bytes:
+            self.peak_bytes = self._now
         if size <= MAX_SMALL_BYTES:
-            return HeapBlock(True, self._small.take(size), size)
-        self._large_bytes += size
-        self.large_peak_bytes = max(self.large_peak_bytes, self._large_bytes)
-        return HeapBlock(False, self._large.take(size), size)
+            return HeapBlock(True, 0, size)
+        self._large_now += size
+        if self._large_now > self.large_peak_bytes:
+            self.large_peak_bytes = self._large_now
+        return HeapBlock(False, 0, size)
 
     def give(self, block: HeapBlock) -> None:
         """Free it."""
-        if block.is_small:
-            self._small.give(block.address, block.size)
-            return
-        self._large_bytes -= block.size
-        self._large.give(block.address, block.size)
+        self._now -= block.size
+        if not block.is_small:
+            self._large_now -= block.size
+
+
+class Heap(HeapTally):
+    """The two pieces that a GPU's tensors come from.
+
+    Args:
+        large_bytes: Size of the piece for large tensors to begin with.
+        small_page_bytes, large_page_bytes: What the pieces grow by; as torch's by default.
+
+    Attributes:
+        small, large: The pieces.
+    """
+
+    def __init__(
+        self,
+        large_bytes: int = 0,
+        small_page_bytes: int = SMALL_PAGE_BYTES,
+        large_page_bytes: int = LARGE_PAGE_BYTES,
+    ) -> None:
+        super().__init__()
+        self.small = Piece(small_page_bytes)
+        self.large = Piece(large_page_bytes, large_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """What both pieces reserve."""
+        return self.small.num_bytes + self.large.num_bytes
+
+    def take(self, num_bytes: int) -> HeapBlock:
+        """Memory for a tensor."""
+        is_small, _, size = super().take(num_bytes)
+        return HeapBlock(is_small, (self.small if is_small else self.large).take(size), size)
+
+    def give(self, block: HeapBlock) -> None:
+        """Free it."""
+        super().give(block)
+        (self.small if block.is_small else self.large).give(block.address, block.size)
 
 
 def _ceil(value: int, unit: int) -> int:

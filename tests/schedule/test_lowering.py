@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from devplace.errors import PlanError
-from devplace.run.schedule import Schedule, make_schedule
+from devplace.schedule import Schedule, make_schedule
 from tests.run.tracing import random_placement, snap, trace
 
 NAMES = ("cpu:0", "cpu:1", "cpu:2")
@@ -118,8 +118,8 @@ def test_a_cycle_through_two_devices_is_refused() -> None:
         (lambda d, o: o[0].pop(), "is ordered 0 times, expected 1"),
         (lambda d, o: o[0].append(o[0][0]), "is ordered 2 times, expected 1"),
         (lambda d, o: o[1].append(o[0].pop()), "is ordered on cpu:1 but placed on device 0"),
-        (lambda d, o: o.pop(), "orders 2 devices"),
-        (lambda d, o: o[0].append(999), "names op 999; no such op"),
+        (lambda d, o: o.pop(), "2 lists, 3 devices"),
+        (lambda d, o: o[0].append(999), "names op 999; ops are whole numbers"),
         (lambda d, o: d.__setitem__(0, 7), "is placed on device 7"),
     ],
 )

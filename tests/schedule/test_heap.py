@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devplace.simulator.heap import (
+from devplace.schedule.heap import (
     BLOCK_BYTES,
     LARGE_PAGE_BYTES,
     MAX_SMALL_BYTES,

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devplace.cost import CostTable
 from devplace.graph import OpGraph
-from devplace.problem import Placement, Problem
 from devplace.run.executors import accelerators_used
-from devplace.run.linear import (
+from devplace.schedule import PlannedTransfer, Schedule, make_schedule
+from devplace.schedule.linear import (
+    PushJoins,
     come_with_others,
-    freed_before,
     joined_before,
     lane_of,
     linear_order,
 )
-from devplace.run.schedule import PlannedTransfer, Schedule, make_schedule
-from devplace.simulator.in_order import simulate_in_order
-from devplace.simulator.send_lifetimes import COPY_ENGINE_BYTES, JOINED_BYTES, join_positions
+from devplace.schedule.rough_times import COPY_ENGINE_BYTES, JOINED_BYTES
 from devplace.step_capture import capture
-from devplace.testing import hand_machine
 from tests.run.tracing import random_placement, trace
 
 
@@ -192,78 +187,12 @@ def test_large_pushes_are_joined_once_they_should_be_over() -> None:
         order = [[i for i in ops if i != far], [far]]
         device_of = [int(i == far) for i in range(len(graph.ops))]
         schedule = make_schedule(graph, device_of, order, ("cuda:0", "cuda:1"))
-        found = freed_before(schedule)
+        found = PushJoins.of(schedule).when_over
         assert [len(found[0]), len(found[1])] == [joined, 0]
         for index, sends in found[0].items():
             sent = [i for i, (kind, _, t) in enumerate(schedule.instructions[0]) if t in sends]
             assert max(sent) + 1 < index
             assert all(schedule.transfers[t].num_bytes >= JOINED_BYTES for t in sends)
-
-
-def mixed_sizes(width: int) -> OpGraph:
-    """As `chains`, of tensors from 8 bytes to 8 MiB that grow as they are mixed."""
-
-    def mix(*vectors: torch.Tensor) -> list[torch.Tensor]:
-        now = list(vectors)
-        for _ in range(6):
-            now = [(now[k] + now[k - 1]).sin() for k in range(len(now))]
-        return now
-
-    shapes = [(1, 1), (1, 2**19), (4, 1), (1, 1), (1, 1), (4, 1)][:width]
-    names = [f"v{k}" for k in range(len(shapes))]
-    sources = {n: ("input", torch.empty(shape)) for n, shape in zip(names, shapes, strict=True)}
-    return trace(mix, sources, [(f"out{k}", "output") for k in range(len(names))])
-
-
-def joined_at(schedule: Schedule) -> dict[int, int]:
-    """PlannedTransfer -> how many ops its sender does before it joins it, as `FlagCarrier` does."""
-    waits, freed = joined_before(schedule, linear_order(schedule)), freed_before(schedule)
-    found: dict[int, int] = {}
-    for device, instructions in enumerate(schedule.instructions):
-        pending: dict[int, list[int]] = {}
-        done = 0
-        for index, (kind, _, transfer) in enumerate(instructions):
-            joins = freed[device].get(index, ())
-            if kind == "receive":
-                joins = (*joins, *waits[transfer])
-            for join in joins:
-                line = pending.get(lane_of(schedule.transfers[join]), [])
-                while join not in found:
-                    found[line.pop(0)] = done
-            if kind == "send":
-                lane = lane_of(schedule.transfers[transfer])
-                pending.setdefault(lane, []).append(transfer)
-            done += kind == "call"
-        left = [transfer for line in pending.values() for transfer in line]
-        found.update((transfer, done) for transfer in left)
-    return found
-
-
-@settings(deadline=None, max_examples=100)
-@given(seed=st.integers(0, 10_000), num_devices=st.integers(2, 4), width=st.integers(3, 6))
-@pytest.mark.slow
-def test_memory_of_pushes_is_predicted_as_it_is_freed(
-    seed: int, num_devices: int, width: int
-) -> None:
-    """The simulator's places of joins, found without a program, are the executor's."""
-    graph = mixed_sizes(width)
-    names = [f"cuda:{k}" for k in range(num_devices)]
-    placement, order = random_placement(graph, num_devices, seed)
-    schedule = make_schedule(graph, placement, order, names)
-    machine = hand_machine(dict.fromkeys(names, 2**40))
-    zeros = np.zeros((len(graph.ops), num_devices), np.int64)
-    problem = Problem(graph, machine, CostTable(zeros, "none"))
-    placed = Placement(np.array(placement, np.int32))
-    timeline = simulate_in_order(problem, placed, order)
-    tasks = problem.core.tasks
-    orders = [tasks.op_task[row].tolist() for row in order]
-    expected: dict[int, int] = {}
-    for transfer, position in joined_at(schedule).items():
-        carrier = tasks.carrier_of[schedule.transfers[transfer].tensor]
-        storage = int(tasks.carrier_storage[carrier])
-        expected[storage] = max(expected.get(storage, 0), position)
-    found = join_positions(problem, timeline.task_devices, orders, timeline.run.transfers)
-    assert found == expected
 
 
 def test_a_step_captured_on_a_cpu_stays_on_logical_devices() -> None:

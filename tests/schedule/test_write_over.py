@@ -12,12 +12,12 @@ from torch import nn
 from devplace.run.batch_inputs import bind_scalars
 from devplace.run.cpu import CpuExecutor
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
-from devplace.run.schedule import Schedule, make_schedule
-from devplace.run.write_back import DeviceWrites, write_backs
+from devplace.schedule import Schedule, make_schedule
+from devplace.schedule.write_back import DeviceWrites, write_backs
 from devplace.step_capture import capture
 from tests.run.models import mean_square
-from tests.run.test_write_back import NoCarrier, NoRandom, case, run_pass, sources_of
 from tests.run.tracing import place_by_module, random_placement
+from tests.schedule.test_write_back import NoCarrier, NoRandom, case, run_pass, sources_of
 
 
 def fused(name: str, count: int = 1, place: Any = None, **options: Any) -> tuple[Schedule, Any]:
@@ -35,8 +35,8 @@ def names_over(schedule: Schedule, writes: DeviceWrites, device: int = 0) -> dic
     replaced = {tensor: source for source, tensor in graph.replaced.items()}
     found = {}
     for index, over in writes.fused.items():
-        kind, node, _ = schedule.instructions[device][index]
-        op = graph.ops[graph.program.op_of[node.name]]
+        kind, what, _ = schedule.instructions[device][index]
+        op = graph.ops[what]
         assert kind == "call"
         assert [write.output for write in over] == sorted({write.output for write in over})
         for write in over:
@@ -72,7 +72,7 @@ def test_a_group_of_one_output_writes_over_its_source() -> None:
     assert list(names_over(schedule, writes).values()) == [{"weight"}]
     ((index, (over,)),) = writes.fused.items()
     assert (over.output, over.pushes) == (0, ())
-    assert schedule.instructions[0][index].node.target.num_outputs == 1
+    assert graph.program.calls[schedule.instructions[0][index].what].node.target.num_outputs == 1
 
 
 @pytest.mark.usefixtures("one_by_one")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from devplace.device_kinds import is_host
 from devplace.errors import PlanError
-from devplace.run.schedule import Instruction, PlannedTransfer, Schedule
-from devplace.simulator.send_lifetimes import (
+from devplace.schedule.rough_times import (
     JOINED_BYTES,
     PATIENCE,
     push_lane,
     rough_op_ns,
     rough_transfer_ns,
 )
+from devplace.schedule.schedule import PlannedTransfer, Schedule
 
 Place = tuple[int, int]
 
@@ -28,7 +29,7 @@ def linear_order(schedule: Schedule) -> list[Place]:
     Raises:
         PlanError: The devices wait for each other.
 
-    Complexity: O(I D) for I instructions on D devices.
+    Complexity: O(I log D) for I instructions on D devices.
     """
     return [place for place, _ in timed_order(schedule)]
 
@@ -61,59 +62,82 @@ def crosses(transfer: PlannedTransfer, rank_of: Sequence[int]) -> bool:
 
 
 def timed_order(schedule: Schedule) -> list[tuple[Place, int]]:
-    """`linear_order` with the estimated start of every instruction, ns since the step began."""
-    clock = [0] * len(schedule.instructions)
-    done = [0] * len(schedule.instructions)
+    """`linear_order` with the estimated start of every instruction, ns since the step began.
+
+    Of all devices whose next instruction need not wait for a sender, the one that begins it first
+    goes on; of those that begin at once, the first device.
+    """
+    clock, done = [0] * len(schedule.instructions), [0] * len(schedule.instructions)
     arrival: dict[int, int] = {}
+    waiting: dict[int, int] = {}  # transfer -> device
+    ready: list[tuple[int, int]] = []  # a heap of (start, device)
     order: list[tuple[Place, int]] = []
-    for _ in range(sum(map(len, schedule.instructions))):
-        found = min(_candidates(schedule, clock, done, arrival), default=None)
-        if found is None:
-            raise PlanError("The devices wait for each other's tensors. Make the plan again.")
-        start, device = found
+    ops, on_cpu = schedule.graph.ops, [is_host(name) for name in schedule.device_names]
+
+    def go_on(device: int) -> None:
+        if done[device] == len(schedule.instructions[device]):
+            return
+        kind, _, transfer = schedule.instructions[device][done[device]]
+        if kind == "receive" and transfer not in arrival:
+            waiting[transfer] = device
+        else:
+            heappush(ready, (max(clock[device], arrival.get(transfer, 0)), device))
+
+    for device in range(len(schedule.instructions)):
+        go_on(device)
+    while ready:
+        start, device = heappop(ready)
         instruction = schedule.instructions[device][done[device]]
         order.append(((device, done[device]), start))
         done[device] += 1
-        clock[device] = start + _duration_ns(schedule, device, instruction)
+        clock[device] = start + (
+            rough_op_ns(ops[instruction.what], on_cpu[device]) if instruction.kind == "call" else 0
+        )
+        go_on(device)
         if instruction.kind == "send":
             num_bytes = schedule.transfers[instruction.transfer].num_bytes
             arrival[instruction.transfer] = start + rough_transfer_ns(num_bytes)
+            if instruction.transfer in waiting:
+                go_on(waiting.pop(instruction.transfer))
+    if len(order) < sum(map(len, schedule.instructions)):
+        raise PlanError("The devices wait for each other's tensors. Make the plan again.")
     return order
 
 
-def _candidates(
-    schedule: Schedule, clock: list[int], done: list[int], arrival: dict[int, int]
-) -> list[tuple[int, int]]:
-    """(start, device) of the next instruction of every device that need not wait for a sender."""
-    found = []
-    for device, instructions in enumerate(schedule.instructions):
-        if done[device] < len(instructions):
-            kind, _, transfer = instructions[done[device]]
-            if kind != "receive":
-                found.append((clock[device], device))
-            elif transfer in arrival:
-                found.append((max(clock[device], arrival[transfer]), device))
-    return found
+class PushJoins(NamedTuple):
+    """Where each device waits for its pushes to be over.
+
+    Attributes:
+        before_wait: Of `joined_before`.
+        when_over: Of `freed_before`.
+    """
+
+    before_wait: Mapping[int, tuple[int, ...]]
+    when_over: Sequence[Mapping[int, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> PushJoins:
+        """Those of a schedule, all devices of it together."""
+        timed = timed_order(schedule)
+        before_wait = joined_before(schedule, [place for place, _ in timed])
+        return cls(before_wait, freed_before(schedule, dict(timed)))
 
 
-def _duration_ns(schedule: Schedule, device: int, instruction: Instruction) -> int:
-    kind, node, _ = instruction
-    if kind != "call" or node.target is operator.getitem:
-        return 0
-    op = schedule.graph.ops[schedule.graph.program.op_of[node.name]]
-    return rough_op_ns(op, is_host(schedule.device_names[device]))
-
-
-def freed_before(schedule: Schedule) -> tuple[dict[int, tuple[int, ...]], ...]:
+def freed_before(
+    schedule: Schedule, starts: Mapping[Place, int]
+) -> tuple[dict[int, tuple[int, ...]], ...]:
     """Large pushes that should be over when an instruction begins, so that joining them is free.
 
     A tensor that is pushed keeps its memory until the sender's ops are known to come after the
     push. A join waits for a push and for nobody else, so what `joined_before` proves still holds.
 
+    Args:
+        schedule: What every device does.
+        starts: Of `timed_order`.
+
     Returns:
         Per device: instruction -> sends to join before it, in the order they were sent.
     """
-    starts = dict(timed_order(schedule))
     found: list[dict[int, tuple[int, ...]]] = []
     for device, instructions in enumerate(schedule.instructions):
         free: dict[int, int] = {}
@@ -168,13 +192,40 @@ def joined_before(
     }
     joins: dict[int, tuple[int, ...]] = {}
     for instructions in schedule.instructions:
-        pending: dict[int, list[int]] = {}
+        lanes: dict[int, _Lane] = {}
         for kind, _, transfer in instructions:
             if kind == "send":
-                pending.setdefault(lane(schedule.transfers[transfer]), []).append(transfer)
+                own = lanes.setdefault(lane(schedule.transfers[transfer]), _Lane())
+                own.push(position[transfer], transfer)
             elif kind == "receive":
-                joins[transfer] = _take_due(pending, position, position[transfer])
+                now = position[transfer]
+                due = [lane_.due(now) for lane_ in lanes.values()]
+                joins[transfer] = tuple(send for send in due if send is not None)
     return joins
+
+
+class _Lane:
+    """What one stream of a device has sent and not joined, by when it is waited for."""
+
+    def __init__(self) -> None:
+        self._sent: list[int] = []
+        self._num_joined = 0
+        self._waits: list[tuple[int, int]] = []  # a heap of (position of the wait, place in sent)
+
+    def push(self, position: int, transfer: int) -> None:
+        """A send."""
+        heappush(self._waits, (position, len(self._sent)))
+        self._sent.append(transfer)
+
+    def due(self, now: int) -> int | None:
+        """The last send that is waited for before this position; with it all before it are over."""
+        last = -1
+        while self._waits and self._waits[0][0] < now:
+            last = max(last, heappop(self._waits)[1])
+        if last < self._num_joined:
+            return None
+        self._num_joined = last + 1
+        return self._sent[last]
 
 
 def come_with_others(
@@ -209,13 +260,3 @@ def come_with_others(
             elif record.num_bytes:  # what is empty is never sent
                 seen[way] = turn[transfer]
     return frozenset(found)
-
-
-def _take_due(pending: dict[int, list[int]], position: dict[int, int], now: int) -> tuple[int, ...]:
-    due = []
-    for sends in pending.values():
-        last = max((k for k, send in enumerate(sends) if position[send] < now), default=None)
-        if last is not None:
-            due.append(sends[last])
-            del sends[: last + 1]
-    return tuple(due)

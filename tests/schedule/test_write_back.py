@@ -12,9 +12,9 @@ from torch import nn
 from devplace.run.batch_inputs import bind_inputs, bind_scalars
 from devplace.run.cpu import CpuExecutor
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
-from devplace.run.schedule import Schedule, make_schedule
 from devplace.run.state import ModelState
-from devplace.run.write_back import DeviceWrites, write_backs
+from devplace.schedule import Schedule, make_schedule
+from devplace.schedule.write_back import DeviceWrites, write_backs
 from devplace.step_capture import capture
 from tests.run.models import Clipped, Normed, mean_square
 from tests.run.placed import adam, sgd
@@ -172,7 +172,7 @@ def test_optimizers_are_computed_in_place(name: str, slots: int) -> None:
     assert len(found) == len(graph.replaced) == slots * len(list(model.parameters()))
     assert all(write.is_in_place for write in found)
     assert not writes.at_end
-    assert {node for nodes in writes.drops.values() for node in nodes} == {w.node for w in found}
+    assert {t for dropped in writes.drops.values() for t in dropped} == {w.tensor for w in found}
 
 
 def test_a_decayed_moment_lies_where_the_moment_was() -> None:
@@ -187,7 +187,7 @@ def test_a_decayed_moment_lies_where_the_moment_was() -> None:
     assert sorted(scratch.source for scratch in writes.scratch.values()) == sorted(squares)
     for index, scratch in writes.scratch.items():
         assert index < writes_of[scratch.source]
-        assert schedule.instructions[0][index].node is scratch.node
+        assert graph.ops[schedule.instructions[0][index].what].outputs == (scratch.tensor,)
     model, batch, loss, optimizer = case("counting")
     graph = capture(model, batch, loss, optimizer)
     schedule = make_schedule(graph, *random_placement(graph, 1, 0), ("cpu:0",))
@@ -244,11 +244,11 @@ def test_no_reader_of_an_old_value_comes_after_its_write(seed: int) -> None:
         for index, some in writes.after.items():
             for write in some:
                 touched = tainted(schedule, write.source)
-                sent = [t for kind, node, t in instructions if kind == "send" and node in touched]
+                sent = [t for kind, what, t in instructions if kind == "send" and what in touched]
                 assert sorted(write.pushes) == sorted(sent)
-                for kind, node, _ in instructions[index + 1 :]:
-                    assert not (kind == "send" and node in touched)
-                    assert kind != "call" or not touched & set(node.all_input_nodes)
+                for kind, what, _ in instructions[index + 1 :]:
+                    assert not (kind == "send" and what in touched)
+                    assert kind != "call" or not touched & set(graph.ops[what].inputs)
 
 
 def count(writes: DeviceWrites) -> int:
@@ -256,9 +256,9 @@ def count(writes: DeviceWrites) -> int:
     return len(writes.at_end) + sum(map(len, writes.after.values()))
 
 
-def tainted(schedule: Schedule, source: int) -> set[Any]:
-    """Nodes whose memory is a source's: its placeholder and views, worked out from the graph."""
-    program = schedule.graph.program
+def tainted(schedule: Schedule, source: int) -> set[int]:
+    """Tensors in the memory of a source: its value and views, worked out from the FX graph."""
+    program = schedule.captured.program
     nodes = list(program.module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     found = {
@@ -271,7 +271,7 @@ def tainted(schedule: Schedule, source: int) -> set[Any]:
         is_view = schedule.graph.ops[program.op_of[node.name]].is_view
         if is_view and node.all_input_nodes[:1] and node.all_input_nodes[0] in found:
             found.add(node)
-    return found
+    return {program.tensor_of[node.name] for node in found if node.name in program.tensor_of}
 
 
 def test_a_pushed_source_is_overwritten_only_after_the_push() -> None:
