@@ -226,12 +226,14 @@ def _refuse_difference(step: TracedStep) -> None:
         raise explain(difference, step)
     (place, now), *_ = step.frames.changed
     where = f" ({difference.where})" if isinstance(difference, DifferentError) else ""
+    before, after = shown(place.value), shown(now)
+    after = f"another {after.removeprefix('a ')}" if before == after else after
     raise CaptureError(
         f"What a step computes must not depend on values that it changes: {place.described} goes "
-        f"from {shown(place.value)} to {shown(now)} in a step, and a captured step keeps "
-        f"the first{where}. Keep it in a buffer (register_buffer) that is there from the start, of "
-        f"a module that is part of the model (model.extra = module), or pass it as an input "
-        f"tensor; if only a first step changes it, run one before the capture."
+        f"from {before} to {after} in a step, and a captured step keeps the "
+        f"first{where}. Keep it in a buffer (register_buffer) that is there from the start, of a "
+        f"module that is part of the model (model.extra = module), or pass it as an input tensor; "
+        f"if only a first step changes it, run one before the capture."
     )
 
 
