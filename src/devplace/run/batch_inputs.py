@@ -24,7 +24,7 @@ from devplace.step_capture.batch import (
 from devplace.step_capture.guards.values import differs
 
 WAYS_OUT = (
-    "Pad the batch, drop it (DataLoader(drop_last=True)), or let the step know its shape: "
+    "Pad the batch, drop it (DataLoader(drop_last=True)), or in one process let the step know it: "
     "dp.parallelize(..., shapes=[batch]) or max_shapes=8."
 )
 """Of a batch whose shape a step does not know."""
