@@ -62,7 +62,7 @@ def test_compare_json_has_the_fixed_form(folder: Path) -> None:
     ]
     skipped = [row["placer"] for row in data["rows"] if row["step_ns"] is None]
     without_library = {name for name, module in LIBRARY_OF.items() if find_spec(module) is None}
-    assert set(skipped) <= {"layers", "expert", "data-parallel"} | without_library
+    assert set(skipped) <= {"cpu", "layers", "expert", "data-parallel"} | without_library
     for row in data["rows"]:
         if row["placer"] in skipped:
             assert row["feasible"] is False
