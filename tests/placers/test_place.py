@@ -55,7 +55,7 @@ def test_the_result_is_simulated_again() -> None:
 def test_a_placer_says_why_it_cannot() -> None:
     """A placer that does not support the problem is named with the reason."""
     problem = hand_problem("a = f ns=1", hand_machine({"gpu:0": 9}))
-    with pytest.raises(ProblemError, match="Placer cpu cannot place this: the machine has no"):
+    with pytest.raises(ProblemError, match="Placer cpu cannot place this: no CPU may be used"):
         place(problem, Cpu())
 
 

@@ -11,6 +11,7 @@ from tests.placers.pipelines import layer_by_layer, pipeline
 
 from devplace import placers
 from devplace.errors import InfeasibleError
+from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator, Search, Single, place
 from devplace.placers.local_search.starts import Starts
 from devplace.placers.orders import held_back, in_trace_order
@@ -156,6 +157,15 @@ def test_devices_that_gain_next_to_nothing_are_left_out() -> None:
     assert (sum(map(bool, few.timeline.order)), few.step_ns) == (2, 5_101)
     assert any("3 devices would save 1.9%" in note for note in few.notes)
     assert few.evaluations == fast.evaluations
+
+
+def test_what_fits_nowhere_may_go_to_a_cpu_that_is_left_out() -> None:
+    """The error names the way to have it."""
+    machine = load_machine("h100x1")
+    problem = hand_problem("a = f() bytes=1000 ns=10 result=loss", machine)
+    left_out = replace(problem, exclude=["cpu:0"], limits={"cuda:0": 10})
+    with pytest.raises(InfeasibleError, match=r"let ops go to cpu:0 \(uses_cpu=True, --cpu\)"):
+        place(left_out, Single(), "9ev")
 
 
 def test_what_fits_on_no_device_is_split_whatever_it_gains() -> None:

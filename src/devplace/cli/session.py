@@ -65,8 +65,7 @@ class PlanRequest:
         batch_dims, compare_batches, clip_grad_norm: Of `capture`.
         autocast: Name of the dtype, one of `AUTOCAST`, or None.
         stack_gradients: Of `capture`; None: as `fuse`.
-        fuse: Of `capture`; None: where the step is captured for GPUs of this computer and a
-            compiler for them is there.
+        fuse: Of `capture`; None: for GPUs that PyTorch's compiler makes kernels for.
         recompute: Whether the backward pass computes repeated blocks again, see `capture`.
         optimizer: As `parse_optimizer` takes it; means nothing for an inference.
         limits, pins, exclude: See `Problem`.

@@ -65,7 +65,17 @@ def _remedy(timeline: Timeline) -> str:
     meta, again = problem.graph.meta, ""
     if meta.get("mode") == "train" and not meta.get("recompute"):
         again = "compute blocks again in the backward pass (recompute=True, --recompute), "
-    return f"{first}, {again}lower the batch size, or add a device."
+    return f"{first}, {again}lower the batch size, {_on_cpus(problem)}or add a device."
+
+
+def _on_cpus(problem: Problem) -> str:
+    """The advice to use CPUs that are left out beside GPUs."""
+    left = [
+        device.name
+        for index, device in enumerate(problem.machine.devices)
+        if device.traits.is_host and index not in problem.usable_devices
+    ]
+    return f"let ops go to {left[0]} (uses_cpu=True, --cpu), " if left else ""
 
 
 def _surely(timeline: Timeline) -> str:

@@ -230,6 +230,7 @@ class Step:
         self._check_process()
         with self._lock, torch.inference_mode(False):
             values = self._read()
+            self._at = self._shapes[0]  # another one may have had no room
             for shape in self._shapes:
                 shape.renew()
             number = self._at.state.steps_since_capture(self._steps_since_capture)

@@ -27,10 +27,16 @@ def with_fewer_devices(
         most_ns: Step time up to which a plan on fewer devices is taken.
     """
     found: BestPlacement | None = begin
-    while found is not None:
+    while found is not None and not _is_late(evaluate):
         begin = found
         found = _without_one(problem, evaluate, begin, most_ns)
-    return begin
+    return found or begin
+
+
+def _is_late(evaluate: Evaluator) -> bool:
+    """Whether a budget of time is exceeded by a tenth."""
+    most = evaluate.meter.budget.seconds
+    return most is not None and evaluate.meter.seconds > 1.1 * most
 
 
 def _without_one(

@@ -134,9 +134,10 @@ class Search:
             tried.ordered, key=lambda one: one[0], default=(incumbent.best.key, None)
         )
         best = incumbent.best
-        simpler = self._simpler(evaluate, min(key, best.key), best, tried.simplest)
-        if simpler is None and ordered is not None and key < best.key:
-            return ordered
+        won = ordered if key < best.key else None
+        simpler = self._simpler(evaluate, best, tried.simplest, key, won)
+        if simpler is None and won is not None:
+            return won
         best = simpler or best
         if best.priority is None:
             return Placement(problem.spaces.op_devices_of_groups(best.groups))
@@ -235,20 +236,24 @@ class Search:
     def _simpler(
         self,
         evaluate: Evaluator,
-        key: tuple[int, int],
         best: BestPlacement,
         single: BestPlacement | None,
+        key: tuple[int, int],
+        ordered: Placement | None,
     ) -> BestPlacement | None:
         """The plan on the fewest devices that is nearly as fast as the best, if there is one.
 
         Args:
             evaluate: The counted simulator.
-            key: Of the best plan.
             best: The best plan without an order of its own.
             single: The best plan on one device.
+            key: Of the best plan with an order of its own, or of `best`.
+            ordered: That plan, if it is better than `best`.
         """
         problem = evaluate.problem
-        found, count = best, len(np.unique(best.groups))
+        key, found = min(key, best.key), best
+        device = best.groups if ordered is None else problem.task_devices(ordered)
+        count = len(np.unique(device))
         if self.least_gain <= 0 or self.start is not None or key[0] or count == 1:
             return None
         most_ns = max(key[1], math.ceil(key[1] / (1 - self.least_gain)) - 1)
@@ -256,7 +261,9 @@ class Search:
             found = single
         elif best.key <= (0, most_ns):
             found = with_fewer_devices(problem, evaluate, best, most_ns)
-        if len(np.unique(found.groups)) == count:
+        else:
+            return None
+        if len(np.unique(found.groups)) >= count:
             return None
         gain = 1 - key[1] / max(1, found.step_ns)
         if gain > 0:

@@ -45,7 +45,7 @@ class Cpu:
 
     def supports(self, problem: Problem) -> str:
         """Only on a machine with a usable CPU device."""
-        return "" if _cpus(problem) else "the machine has no usable CPU device"
+        return "" if _cpus(problem) else "no CPU may be used (beside GPUs: uses_cpu=True, --cpu)"
 
     def __call__(
         self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator

@@ -285,7 +285,7 @@ class Group:
                 time.sleep(0.01)
         is_idle = threading.Event()
         self.submit(is_idle.set)
-        if not is_idle.wait(_LAST_S):
+        if not is_idle.wait(max(POLL_S, until - time.monotonic())):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
