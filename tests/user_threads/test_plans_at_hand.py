@@ -166,6 +166,9 @@ def test_what_fits_nowhere_may_go_to_a_cpu_that_is_left_out() -> None:
     left_out = replace(problem, exclude=["cpu:0"], limits={"cuda:0": 10})
     with pytest.raises(InfeasibleError, match=r"let ops go to cpu:0 \(uses_cpu=True, --cpu\)"):
         place(left_out, Single(), "9ev")
+    with pytest.raises(InfeasibleError) as caught:
+        place(replace(problem, limits={"cuda:0": 10, "cpu:0": 0}), Single(), "9ev")
+    assert "uses_cpu" not in str(caught.value)
 
 
 def test_what_fits_on_no_device_is_split_whatever_it_gains() -> None:

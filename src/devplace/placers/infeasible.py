@@ -70,11 +70,11 @@ def _remedy(timeline: Timeline) -> str:
 
 def _on_cpus(problem: Problem) -> str:
     """The advice to use CPUs that are left out beside GPUs."""
-    left = [
-        device.name
-        for index, device in enumerate(problem.machine.devices)
-        if device.traits.is_host and index not in problem.usable_devices
-    ]
+    devices = problem.machine.devices
+    if all(devices[d].traits.is_host for d in problem.usable_devices):
+        return ""
+    hosts = [device.name for device in devices if device.traits.is_host]
+    left = [name for name in hosts if problem.unused.get(name) == "is excluded"]
     return f"let ops go to {left[0]} (uses_cpu=True, --cpu), " if left else ""
 
 
