@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from tests.cli.runner import devplace, folder, refused
 
+from devplace.auto.confirm import TIE
+
 __all__ = ["folder"]
 
 
 @pytest.mark.slow
 def test_confirm_writes_the_fastest_measured_plan(folder: Path) -> None:
-    """The table has predicted and measured times; the plan that is written is the winner's."""
+    """The table has predicted and measured times; the plan that is written is the winner's: the
+    first tried of those that are as good as the fastest."""
     done = devplace(
         *("plan", "mlp.py:build", "--machine", "cpux2", "--budget", "40ev", "--confirm"),
         *("-o", "confirmed.json", "--json"),
@@ -23,7 +26,8 @@ def test_confirm_writes_the_fastest_measured_plan(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     rows = data["confirmation"]
-    best = min(rows, key=lambda row: row["measured_ns"])
+    fastest = min(row["measured_ns"] for row in rows)
+    best = next(row for row in rows if row["measured_ns"] <= TIE * fastest)
     assert rows[0]["name"] == "cpu:0 alone"
     assert data["placer"] == best["name"]
     assert data["measured_ns"] == best["measured_ns"]
