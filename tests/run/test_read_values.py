@@ -578,3 +578,16 @@ def test_a_refused_number_says_where_logging_goes() -> None:
     trainer.step = 1
     with pytest.raises(PlanMismatchError, match="is logged outside: a step does not call loss_fn"):
         step(*batch())
+
+
+def test_the_default_dtype_must_stay() -> None:
+    """What a step makes without a dtype has that of its capture."""
+    step = made(lambda m, x, y: plain(m, x, y) * torch.ones(()))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if before is torch.float32 else torch.float32)
+    try:
+        with pytest.raises(PlanMismatchError, match=r"get_default_dtype\(\)' is torch\.float"):
+            step(*batch())
+    finally:
+        torch.set_default_dtype(before)
+    step(*batch())

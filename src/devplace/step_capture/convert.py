@@ -23,7 +23,7 @@ from devplace.step_capture.analysis import (
     reads_rows_only,
     view_bases,
 )
-from devplace.step_capture.guards.rechecked import Place
+from devplace.step_capture.guards.rechecked import Place, Setting, settings
 from devplace.step_capture.guards.values import ANYTHING, mapped
 from devplace.step_capture.layouts import counted
 from devplace.step_capture.refuse import own_generator
@@ -345,7 +345,7 @@ def _fixed_values(step: TracedStep, constants: Sequence[Any]) -> dict[str, Any]:
 
     modes: dict[str, bool] = {}
     attributes: dict[str, dict[str, Any]] = {}
-    variables: list[Place] = []
+    variables: list[Place | Setting] = [*settings()]
     for place in step.frames.found():
         value = mapped(used, place.value)
         if value is ANYTHING:

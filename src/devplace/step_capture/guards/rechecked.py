@@ -99,6 +99,27 @@ class Place:
                 names[self.key] = value
 
 
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A setting of torch that every step depends on.
+
+    Attributes:
+        name: How the user reads it.
+        present: Reads it.
+        value: At capture.
+    """
+
+    name: str
+    present: Callable[[], Any]
+    value: Any
+
+
+def settings() -> list[Setting]:
+    """Settings as they are now."""
+    dtype = torch.get_default_dtype
+    return [Setting("torch.get_default_dtype()", dtype, dtype())]
+
+
 def own_names(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The dicts that hold what a module itself has."""
     return vars(module), module._parameters, module._buffers, module._modules
