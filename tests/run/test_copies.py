@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from devplace.run.copies import clone_tensor, pack_tensor, shrunk_strides
+from devplace.run.copies import CACHE_LINE_BYTES, clone_tensor, pack_tensor, shrunk_strides
 
 BASE = torch.arange(240.0).reshape(4, 5, 12)
 
@@ -52,6 +52,16 @@ def test_copies_keep_which_dimensions_are_dense(name: str) -> None:
 
     view = VIEWS[name]
     assert merges(clone_tensor(view)) == merges(view)
+
+
+@pytest.mark.parametrize(("rows", "apart", "expected"), [(5, 13, 6), (20, 52, 36), (16, 64, 32)])
+def test_long_rows_begin_where_they_began_in_their_cache_lines(
+    rows: int, apart: int, expected: int
+) -> None:
+    """A product of rows 256 bytes apart rounds otherwise than of rows 132 apart (MKL, float32)."""
+    view = torch.ones(6, apart)[:, :rows]
+    assert clone_tensor(view).stride() == (expected, 1)
+    assert rows * 4 < CACHE_LINE_BYTES or (expected - apart) * 4 % CACHE_LINE_BYTES == 0
 
 
 def test_copies_of_pairs_can_be_read_as_complex_numbers() -> None:

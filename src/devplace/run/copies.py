@@ -9,14 +9,17 @@ import torch
 
 from devplace.schedule import PlannedTransfer
 
+CACHE_LINE_BYTES = 64
+
 
 def clone_tensor(value: Any, _transfer: PlannedTransfer | None = None) -> Any:
     """Copy a tensor to another logical device.
 
-    Kernels pick vectorised or strided loops, whose results can differ in the last bit, by whether
-    dimensions are dense. A dense tensor keeps its strides. In one with gaps (a column, a chunk of
-    gates) each gap shrinks to one element but stays one; a column takes twice its own bytes, a
-    chunk of n columns 1 + 1/n times.
+    Kernels pick loops, whose results can differ in the last bit, by whether dimensions are dense
+    and by how rows are aligned. A dense tensor keeps its strides. In one with gaps (a column, a
+    chunk of gates) each gap shrinks but stays one: to one element where rows are shorter than a
+    cache line (a column takes twice its own bytes), else so far that rows begin where they began
+    in their lines, at most twice the bytes.
     """
     return _copied(value, gap=1)
 
@@ -74,7 +77,7 @@ def _with_strides(value: Any, strides: Sequence[int] | None) -> Any:
 def _copied(value: Any, gap: int) -> Any:
     if value.is_contiguous():
         return value.clone()
-    strides = shrunk_strides(value.shape, value.stride(), gap)
+    strides = copied_strides(value) if gap else shrunk_strides(value.shape, value.stride(), gap)
     if strides is None:
         return value.clone()
     copied = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
@@ -86,10 +89,25 @@ def _copied(value: Any, gap: int) -> Any:
     return copied
 
 
-def shrunk_strides(shape: Sequence[int], strides: Sequence[int], gap: int = 1) -> list[int] | None:
+def copied_strides(value: Any) -> list[int] | None:
+    """Strides that `clone_tensor` gives a copy of a tensor that is not contiguous."""
+    line = CACHE_LINE_BYTES // value.element_size()
+    return shrunk_strides(value.shape, value.stride(), line=line)
+
+
+def shrunk_strides(
+    shape: Sequence[int], strides: Sequence[int], gap: int = 1, line: int = 0
+) -> list[int] | None:
     """Strides with every gap between dimensions reduced to `gap` elements.
 
     Where elements lie in pairs, gaps are even: they can still be read as complex numbers.
+
+    Args:
+        shape: Of the tensor.
+        strides: Of the tensor, elements.
+        gap: Elements that stay of a gap.
+        line: Elements in a cache line: after rows at least as long, so many stay that the next
+            begins at the same place of its line; 0 for none.
 
     Returns:
         None for an empty tensor and for one whose elements overlap other than by repetition.
@@ -115,5 +133,7 @@ def shrunk_strides(shape: Sequence[int], strides: Sequence[int], gap: int = 1) -
             shrunk[dim] = new_dense if strides[dim] == dense else new_dense + gap
             if gap and in_pairs and shrunk[dim] > 1:
                 shrunk[dim] += shrunk[dim] % 2
+            if shrunk[dim] > new_dense >= line > 0:
+                shrunk[dim] += (strides[dim] - shrunk[dim]) % line
             dense, new_dense = strides[dim] * shape[dim], shrunk[dim] * shape[dim]
     return shrunk

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devplace.run.copies import clone_tensor
-from devplace.run.ranks.messages import ALIGN_BYTES, message_bytes, pack, unpack
+from devplace.run.copies import CACHE_LINE_BYTES, clone_tensor
+from devplace.run.ranks.messages import message_bytes, pack, unpack
 
 DTYPES = (torch.float32, torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.uint8)
 
@@ -47,7 +47,7 @@ def test_a_message_is_a_copy(shape, seed, dtype, data):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (1,) * 9])
 def test_elements_lie_as_in_memory_of_their_own(shape):
     """Kernels choose loops by alignment, and round otherwise."""
-    assert carried(torch.ones(shape)).data_ptr() % ALIGN_BYTES == 0
+    assert carried(torch.ones(shape)).data_ptr() % CACHE_LINE_BYTES == 0
 
 
 def test_a_plain_tensor_is_not_copied_again():

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from devplace.run.copies import shrunk_strides
+from devplace.run.copies import CACHE_LINE_BYTES, copied_strides
 
-# What follows the strides begins where memory of its own would: CPU kernels choose loops by that.
-ALIGN_BYTES = 64
 _NUMBER_BYTES = 8
 
 
@@ -28,7 +26,7 @@ def pack(value: Any) -> Any:
     """
     value = value.detach()
     message = torch.empty(message_bytes(value.shape, value.dtype), dtype=torch.uint8, device="cpu")
-    strides = _copied_strides(value)
+    strides = _strides(value)
     header = message[: _NUMBER_BYTES * value.dim()].view(torch.int64)
     header.copy_(torch.tensor(strides, dtype=torch.int64, device="cpu"))
     _elements(message, value.shape, value.dtype, strides).copy_(value)
@@ -51,16 +49,13 @@ def unpack(message: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def _header_bytes(num_dims: int) -> int:
-    return -(-num_dims * _NUMBER_BYTES // ALIGN_BYTES) * ALIGN_BYTES
+    """Elements begin where memory of their own would: CPU kernels choose loops by that."""
+    return -(-num_dims * _NUMBER_BYTES // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
-def _copied_strides(value: Any) -> list[int]:
-    """Strides that `clone_tensor` gives a copy."""
-    if not value.is_contiguous():
-        found = shrunk_strides(value.shape, value.stride())
-        if found is not None:
-            return found
-    return list(torch.empty_like(value, device="meta").stride())
+def _strides(value: Any) -> list[int]:
+    found = None if value.is_contiguous() else copied_strides(value)
+    return found or list(torch.empty_like(value, device="meta").stride())
 
 
 def _elements(
