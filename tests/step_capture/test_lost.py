@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import os
+import re
 import threading
 import types
 import weakref
@@ -442,3 +444,37 @@ def test_an_update_in_the_loss_is_refused_by_its_line() -> None:
     found = refusal(updating, net)
     assert "test_lost.py" in found
     assert "calls step() of an optimizer" in found
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: os.environ.update(DEVPLACE_LOST="2"),
+        lambda: os.environ.__setitem__("DEVPLACE_LOST", "2"),
+        lambda: os.environ.pop("DEVPLACE_LOST"),
+    ],
+)
+def test_variables_of_the_process_that_a_step_sets(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later steps would not."""
+    monkeypatch.setenv("DEVPLACE_LOST", "1")
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        write()
+        return loss_fn(m, x, y)
+
+    assert re.search(r"test_lost\.py:\d+ sets os\.environ\['DEVPLACE_LOST'\]", refusal(loss))
+    assert os.environ["DEVPLACE_LOST"] == "1"
+
+
+def test_a_variable_of_the_process_that_is_so_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries switch off what they do not want, in each call: nothing is lost."""
+    monkeypatch.setenv("DEVPLACE_LOST", "1")
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        os.environ["DEVPLACE_LOST"] = os.environ.setdefault("DEVPLACE_LOST", "2")
+        return loss_fn(m, x, y)
+
+    net = nn.Linear(4, 3)
+    assert capture(net, batch(), loss, sgd(list(net.parameters()))).ops

@@ -33,8 +33,12 @@ from devplace.step_capture.tags import is_user_file
 _BY_RULE = ("__getattr__", "__getattribute__")
 _LAYERS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
 _RUN = str(Path(__file__).resolve().parents[2] / "run") + os.sep
-_ENVIRONMENT: Any = type(os.environ).__getitem__.__code__
-_OF_ENVIRONMENT = (_ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename)
+_VARIABLES: Any = type(os.environ)
+_ENVIRONMENT = {
+    getattr(_VARIABLES, name).__code__: name
+    for name in ("__getitem__", "__setitem__", "__delitem__")
+}
+_OF_ENVIRONMENT = (_VARIABLES.__getitem__.__code__.co_filename, Mapping.get.__code__.co_filename)
 _MODULE = torch.nn.Module.__call__.__code__.co_filename
 
 
@@ -197,7 +201,7 @@ class Frames:
             names = self._names[id(code)] = _followed_names(frame)
             self._codes.append(code)
         if names is None:
-            if code is _ENVIRONMENT:
+            if code in _ENVIRONMENT:
                 self._environment(frame)
             return None
         values = frame.f_locals
@@ -209,11 +213,14 @@ class Frames:
         return self._step
 
     def _environment(self, frame: types.FrameType) -> None:
-        """A variable of the process is read, by way of `os.getenv`, `get` or as an item."""
+        """A variable of the process is read, by way of `os.getenv`, `get` or as an item, or set."""
         key, by = frame.f_locals["key"], frame.f_back
         while by is not None and by.f_code.co_filename in _OF_ENVIRONMENT:
             by = by.f_back
         if by is not None and is_users(by.f_code.co_filename):
+            is_read = _ENVIRONMENT[frame.f_code] == "__getitem__"
+            if not is_read and os.environ.get(key) != frame.f_locals.get("value"):
+                raise _sets(key, f"{Path(by.f_code.co_filename).name}:{by.f_lineno}")
             at = Place("os.environ", None, None, os.environ)
             self.reads.keep(at.item(key, tried(os.environ.get, key)))
 
@@ -291,4 +298,11 @@ def _made_inside(where: str) -> CaptureError:
     return CaptureError(
         f"Modules must be there before the step: {where} is made while it runs. Make it in "
         f"__init__, or call the model once before the optimizer is made."
+    )
+
+
+def _sets(key: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"Variables of the process must be set outside the step: {where} sets os.environ[{key!r}], "
+        f"which later steps would not do. Set it before the step, or outside of the loss."
     )
