@@ -9,7 +9,7 @@ from typing import Any
 from common import RESULTS
 
 SHORT_NS = 1_200_000
-SEND_NS, RECEIVE_NS = 1_300, 1_200  # of src/devplace/auto/measured_costs.py
+SEND_NS, RECEIVE_NS = 1_300, 1_200  # of src/devplace/tune/measured_costs.py
 
 
 def gpu_first(data: dict[str, Any]) -> str:

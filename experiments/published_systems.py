@@ -25,7 +25,7 @@ FAMILY = ("hdp", "post", "mars", "placeto")
 
 def docstring(system: str) -> str:
     """Of the module of a system."""
-    module = import_module(f"devplace.placers.rl.{placers.LEARNING[system][0]}")
+    module = import_module(f"devplace.research.{placers.LEARNING[system][0]}")
     return module.__doc__ or ""
 
 

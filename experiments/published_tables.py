@@ -36,11 +36,11 @@ from devplace import placers
 from devplace.cost.analytic import Analytic
 from devplace.graph import serialize
 from devplace.machine import load_machine
-from devplace.placers.rl.grouping import at_most
-from devplace.placers.rl.hdp import Hdp
-from devplace.placers.rl.mars import Mars
-from devplace.placers.rl.placeto import Placeto
 from devplace.problem import Problem
+from devplace.research.grouping import at_most
+from devplace.research.hdp import Hdp
+from devplace.research.mars import Mars
+from devplace.research.placeto import Placeto
 from devplace.simulator.bounds import lower_bound
 
 NAME = "published_tables"

@@ -31,7 +31,7 @@ USE_TORCH = (
     "cost/sustained",
     "cost/op_timing",
     "cost/index_values",
-    "placers/rl/",
+    "research/",
     "run/",
     "auto/",
     "workloads/",

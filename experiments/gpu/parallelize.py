@@ -21,9 +21,9 @@ import torch
 from experiments.gpu.training import Settings, build, prepare_torch, sgd
 
 import devplace as dp
-from devplace.auto.calibration_store import kept_calibration
-from devplace.auto.step_timing import median_ns, time_steps
 from devplace.machine import detect
+from devplace.tune.calibration_store import kept_calibration
+from devplace.tune.step_timing import median_ns, time_steps
 
 WORKLOADS = ("nmt-4", "rnnlm")
 

@@ -27,10 +27,6 @@ from experiments.gpu.timing import GpuLock
 from experiments.gpu.training import FORMATS, Settings, build, prepare_torch, sgd
 
 from devplace import placers
-from devplace.auto.calibration import calibrated
-from devplace.auto.measured_costs import HOPPER, price
-from devplace.auto.step_sources import step_sources
-from devplace.auto.step_timing import fill, median_ns, time_executor
 from devplace.cost import CostTable
 from devplace.cost.likely_order import in_order_of
 from devplace.cost.reuse import CacheTimes
@@ -46,6 +42,10 @@ from devplace.simulator import simulate
 from devplace.simulator.in_order import simulate_in_order
 from devplace.step_capture import capture
 from devplace.testing.one_gpu import one_gpu
+from devplace.tune.calibration import calibrated
+from devplace.tune.measured_costs import HOPPER, price
+from devplace.tune.step_sources import step_sources
+from devplace.tune.step_timing import fill, median_ns, time_executor
 
 
 @contextmanager

@@ -37,11 +37,6 @@ from experiments.gpu.training import (
 from torch.utils._pytree import tree_map
 
 from devplace import placers
-from devplace.auto.calibration import calibrated
-from devplace.auto.candidates import candidates, predicted_ns, singles
-from devplace.auto.measured_costs import HOPPER, price, probed_machine
-from devplace.auto.step_sources import step_sources
-from devplace.auto.step_timing import fill, time_plan
 from devplace.cost import CostTable
 from devplace.cost.source_values import Source
 from devplace.cost.worker_process import WorkerProcess
@@ -58,6 +53,11 @@ from devplace.schedule import make_schedule
 from devplace.simulator.in_order import simulate_in_order
 from devplace.step_capture import capture
 from devplace.step_capture.micro_batches.chunks import Known
+from devplace.tune.calibration import calibrated
+from devplace.tune.candidates import candidates, predicted_ns, singles
+from devplace.tune.measured_costs import HOPPER, price, probed_machine
+from devplace.tune.step_sources import step_sources
+from devplace.tune.step_timing import fill, time_plan
 
 SHARES = (0.1, 0.3, 0.6, 1.0)
 """Parts of the modules that a perturbed placement moves."""

@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from devplace.auto.calibration import Calibration, Observation, fit
-from devplace.auto.measured_costs import HOPPER
 from devplace.cost import Analytic, CostTable
 from devplace.cost.likely_order import likely_order
 from devplace.cost.reuse import CacheTimes, cold_inputs
 from devplace.graph import OpGraph, serialize
 from devplace.machine import load_machine, toml
+from devplace.tune.calibration import Calibration, Observation, fit
+from devplace.tune.measured_costs import HOPPER
 
 
 def observations(path: Path) -> list[tuple[dict[str, Any], Observation]]:

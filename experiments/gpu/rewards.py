@@ -22,14 +22,14 @@ import torch
 from experiments.gpu.training import Settings, build, prepare_torch, sgd
 
 from devplace import placers
-from devplace.auto.measure import Measurer, Trial
-from devplace.auto.measured_costs import measured_machine, price
-from devplace.auto.rewards import MeasuredSteps
-from devplace.auto.step_sources import step_sources
 from devplace.machine import detect
 from devplace.placers import Budget
 from devplace.problem import Problem
 from devplace.step_capture import capture
+from devplace.tune.measure import Measurer, Trial
+from devplace.tune.measured_costs import measured_machine, price
+from devplace.tune.rewards import MeasuredSteps
+from devplace.tune.step_sources import step_sources
 
 
 class Run:

@@ -33,7 +33,7 @@ _LAZY = {
     "load_machine": "devplace.machine",
     "load_plan": "devplace.plan",
     "parallelize": "devplace.auto.parallelize",
-    "confirm": "devplace.auto.confirm",
+    "confirm": "devplace.tune.confirm",
     "fit": "devplace.auto.fit",
     "fuse": "devplace.graph.fusion",
     "lower_bound": "devplace.simulator.bounds",
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
         testing,
         workloads,
     )
-    from devplace.auto.confirm import confirm
     from devplace.auto.fit import fit
     from devplace.auto.parallelize import parallelize
     from devplace.cost.analytic import Analytic
@@ -82,6 +81,7 @@ if TYPE_CHECKING:
     from devplace.simulator import Timeline, simulate
     from devplace.simulator.bounds import lower_bound
     from devplace.step_capture import capture
+    from devplace.tune.confirm import confirm
 
 __all__ = [
     "Analytic",

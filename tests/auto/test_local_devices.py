@@ -19,7 +19,7 @@ from devplace.auto.local_devices import (
 from devplace.auto.planning import find_target
 from devplace.errors import InputError, PlanMismatchError, ProblemError
 from devplace.machine import Machine, load_machine
-from tests.auto.steps import captured
+from tests.tune.steps import captured
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str) -> None:

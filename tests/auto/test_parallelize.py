@@ -15,8 +15,6 @@ import devplace as dp
 from devplace.auto import parallelize as module
 from devplace.auto import step_notes
 from devplace.auto.budget_clock import BudgetClock
-from devplace.auto.confirm import TIE
-from devplace.auto.measure import Measurer
 from devplace.errors import (
     CaptureError,
     ExecutionError,
@@ -25,8 +23,10 @@ from devplace.errors import (
     MachineError,
     ProblemError,
 )
-from tests.auto.steps import hostile, tagger
+from devplace.tune.confirm import TIE
+from devplace.tune.measure import Measurer
 from tests.run.models import Unrolled, mean_square
+from tests.tune.steps import hostile, tagger
 
 QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}
 

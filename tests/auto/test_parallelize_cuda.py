@@ -13,14 +13,14 @@ from torch import nn
 import devplace as dp
 from devplace import workloads
 from devplace.auto.local_devices import capture_device, cpus
-from devplace.auto.measure import Measurer, Trial
-from devplace.auto.step_sources import step_sources
 from devplace.cost.analytic import Analytic
 from devplace.machine import detect
 from devplace.report import deviations
-from tests.auto.steps import captured, hostile, tagger
+from devplace.tune.measure import Measurer, Trial
+from devplace.tune.step_sources import step_sources
 from tests.cost import hostile_ops
 from tests.cost.test_remote import CASES
+from tests.tune.steps import captured, hostile, tagger
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from devplace.auto import step_notes as module
-from tests.auto.steps import captured, placed
+from tests.tune.steps import captured, placed
 
 
 @pytest.mark.parametrize(("cores", "is_noted"), [(1, True), (2, False), (8, False)])

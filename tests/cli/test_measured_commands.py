@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.runner import devplace, folder, refused
 
-from devplace.auto.confirm import TIE
+from devplace.tune.confirm import TIE
 
 __all__ = ["folder"]
 

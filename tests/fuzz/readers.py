@@ -15,24 +15,24 @@ import numpy as np
 import pytest
 
 import devplace as dp
-from devplace.bench.best_known import FILE, load_best_known
-from devplace.bench.run import solve
-from devplace.bench.solvers import Effort
 from devplace.cli.measured_file import keep_measured, load_measured, measured_path
 from devplace.cost.price_cache import TimingCache
 from devplace.graph import serialize
 from devplace.instances import load_instance
+from devplace.instances.bench.best_known import FILE, load_best_known
+from devplace.instances.bench.run import solve
+from devplace.instances.bench.solvers import Effort
 from devplace.kernels.store import KernelStore
 from devplace.machine import toml
 from devplace.placers import Budget, PostPpo
-from devplace.placers.rl.curves import Curves
-from devplace.placers.rl.options import TrainingOptions
-from devplace.placers.rl.training import Training
 from devplace.report import read_pins
+from devplace.research.curves import Curves
+from devplace.research.options import TrainingOptions
+from devplace.research.training import Training
 from devplace.run.measured_timeline import MeasuredTimeline
 from devplace.testing.hand import hand_graph
 from tests.instances import files as instance_files
-from tests.placers.rl.cases import three_ops
+from tests.research.cases import three_ops
 
 GRAPH = """
 x = input bytes=64

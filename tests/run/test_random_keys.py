@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from devplace.auto.step_sources import step_sources
-from devplace.auto.step_timing import fill, time_plan
 from devplace.cost.graph_transport import pack, unpack
 from devplace.graph import OpGraph
 from devplace.run.check import check_step
@@ -20,6 +18,8 @@ from devplace.run.seeds import RandomKeys, op_seed
 from devplace.run.unplaced import run_unplaced
 from devplace.schedule import make_schedule
 from devplace.step_capture import capture
+from devplace.tune.step_sources import step_sources
+from devplace.tune.step_timing import fill, time_plan
 from tests.run.models import mean_square
 from tests.run.placed import adam
 from tests.run.tracing import random_placement

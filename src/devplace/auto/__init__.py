@@ -1,1 +1,1 @@
-"""Plans confirmed by running them; `parallelize`, from a model to a step for a training loop."""
+"""From a model to a plan or a running step: the way all go, `parallelize` and `fit`."""

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.device_kinds import is_host
 from devplace.graph import Captured
 from devplace.step_capture.batch import as_call
 from devplace.step_capture.loss import loss_call, read_loss
+from devplace.tune.step_timing import WARM_UP_S, median_ns, time_steps
 
 MODE = "reduce-overhead"
 SECONDS = 1.0

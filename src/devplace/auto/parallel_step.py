@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from devplace.auto.confirm import Confirmation
 from devplace.auto.further_shapes import FurtherShapes, ShapePlan
 from devplace.errors import ShapeError
 from devplace.graph import Captured
 from devplace.plan import Plan
 from devplace.run.compile import Step
 from devplace.run.measured_timeline import MeasuredTimeline
+from devplace.tune.confirm import Confirmation
 from devplace.units import format_time
 
 

@@ -14,14 +14,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from devplace.auto.budget_clock import BudgetClock
-from devplace.auto.calibration_store import learn_from
-from devplace.auto.candidates import Candidate
 from devplace.auto.compiled import compiled_step_ns
-from devplace.auto.confirm import Confirmation
-from devplace.auto.confirm import confirm as confirm_plans
 from devplace.auto.further_shapes import FurtherShapes, stated
 from devplace.auto.local_devices import MachineLike, find_machine
-from devplace.auto.measure import Measurer
 from devplace.auto.parallel_step import ParallelStep
 from devplace.auto.planning import Target, Tell, find_target
 from devplace.auto.shared_choice import (
@@ -31,7 +26,6 @@ from devplace.auto.shared_choice import (
     why_unmeasured,
 )
 from devplace.auto.step_notes import step_notes
-from devplace.auto.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.cost.measuring_worker import is_out_of_memory
 from devplace.cost.worker_process import WorkerProcess
 from devplace.device_kinds import is_host
@@ -55,6 +49,12 @@ from devplace.step_capture import capture
 from devplace.step_capture.batch import as_call, open_dataclasses
 from devplace.step_capture.micro_batches.chunks import Known
 from devplace.step_capture.refuse import unwrap
+from devplace.tune.calibration_store import learn_from
+from devplace.tune.candidates import Candidate
+from devplace.tune.confirm import Confirmation
+from devplace.tune.confirm import confirm as confirm_plans
+from devplace.tune.measure import Measurer
+from devplace.tune.step_timing import WARM_UP_S, median_ns, time_steps
 from devplace.units import format_time
 
 _TOO_SLOW = (

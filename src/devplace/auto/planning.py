@@ -117,7 +117,7 @@ class Target:
             child: Process that times ops; by default one is started.
         """
         if times_cpus or is_accelerator(self.device):
-            from devplace.auto.measured_costs import price
+            from devplace.tune.measured_costs import price
 
             costs = price(graph, self.machine, self.unused, tell=tell, child=child)
         else:
@@ -178,7 +178,7 @@ def find_target(
     left_out = cpus(found, (*named, *empty, *pinned)) if is_fast and not uses_cpu else ()
     unused = tuple(dict.fromkeys((*named, *left_out, *empty)))
     if machine == "detect" and is_accelerator(device):
-        from devplace.auto.measured_costs import measured_machine
+        from devplace.tune.measured_costs import measured_machine
 
         if tell is not None:
             tell("probing links")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from devplace.auto.candidates import Candidate
 from devplace.auto.local_devices import missing_here
 from devplace.auto.planning import Target
 from devplace.cost.table import CostTable
@@ -17,6 +16,7 @@ from devplace.machine import Machine, toml
 from devplace.plan.plan import plan_from_json
 from devplace.problem import Problem
 from devplace.run.ranks.group import Group
+from devplace.tune.candidates import Candidate
 
 
 def share_machine(group: Group, machine: Machine) -> Machine:

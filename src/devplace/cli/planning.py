@@ -33,7 +33,7 @@ from devplace.simulator.bounds import LowerBound, lower_bound
 if TYPE_CHECKING:
     import numpy as np
 
-    from devplace.auto.confirm import Confirmation
+    from devplace.tune.confirm import Confirmation
 
 CONFIRM_SECONDS = 60.0
 """Time after which `--confirm` tries no more plans."""
@@ -301,7 +301,7 @@ def plan(
 
 def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
     """What was measured, and the result whose plan is the fastest measured."""
-    from devplace.auto.confirm import confirm
+    from devplace.tune.confirm import confirm
 
     with working("running the best plans") as note:
         found = confirm(

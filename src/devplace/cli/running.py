@@ -90,9 +90,9 @@ def run(
     """Execute a plan and compare it with the ordinary step, run eagerly, and the unplaced one."""
     plan = load_plan(path)
     session = reopen(plan, path, given, with_values=True)
-    from devplace.auto.ordinary import time_ordinary
     from devplace.graph import as_captured
     from devplace.run import check
+    from devplace.tune.ordinary import time_ordinary
 
     problem = session.problem
     timeline = plan.timeline(problem)
@@ -176,10 +176,10 @@ class _Ran:
 
 def _measure(plan: Plan, session: Session, steps: int, seed: int) -> _Ran:
     """Steps one by one for their losses; quick ones more often, for their time."""
-    from devplace.auto.step_timing import median_ns, time_steps
     from devplace.graph import as_captured
     from devplace.run import compile
     from devplace.step_capture.loss import read_loss
+    from devplace.tune.step_timing import median_ns, time_steps
 
     workload = session.workload
     captured = as_captured(session.problem.graph, "To run it")

@@ -1,7 +1,7 @@
 """Who decides where ops go. A new placer is one file and one line in `PLAIN` or `LEARNING`.
 
 A folder for each kind of placer; beside them what all share. Imports between the folders go one
-way (pyproject.toml).
+way (pyproject.toml). Those that learn are in `devplace.research`.
 """
 
 from importlib import import_module
@@ -25,25 +25,25 @@ from devplace.placers.partitioners.scotch import Scotch, ScotchRepaired
 from devplace.placers.place import OBJECTIVES, place
 from devplace.placers.placer import Placer
 from devplace.placers.result import Result
-from devplace.placers.sampling.climb import Climb
-from devplace.placers.sampling.random import Random
 from devplace.placers.simple.data_parallel import DataParallel
 from devplace.placers.simple.even import Even, Topo
 from devplace.placers.simple.expert import Expert
 from devplace.placers.simple.greedy import Greedy
 from devplace.placers.simple.layers import Layers
 from devplace.placers.simple.single import Cpu, Single
+from devplace.research.climb import Climb
+from devplace.research.random import Random
 
 if TYPE_CHECKING:
-    from devplace.placers.rl.colocrl import ColocRl
-    from devplace.placers.rl.encoder_placer import EncoderPlacer
-    from devplace.placers.rl.grouper_placer import GrouperPlacer
-    from devplace.placers.rl.hdp import Hdp, HdpNoGrouping, HdpRandomGrouping
-    from devplace.placers.rl.mars import Mars, MarsNoPretraining
-    from devplace.placers.rl.options import TrainingOptions
-    from devplace.placers.rl.placeto import Placeto
-    from devplace.placers.rl.post import Post, PostCe, PostPg, PostPpo
-    from devplace.placers.rl.spotlight import Spotlight
+    from devplace.research.colocrl import ColocRl
+    from devplace.research.encoder_placer import EncoderPlacer
+    from devplace.research.grouper_placer import GrouperPlacer
+    from devplace.research.hdp import Hdp, HdpNoGrouping, HdpRandomGrouping
+    from devplace.research.mars import Mars, MarsNoPretraining
+    from devplace.research.options import TrainingOptions
+    from devplace.research.placeto import Placeto
+    from devplace.research.post import Post, PostCe, PostPg, PostPpo
+    from devplace.research.spotlight import Spotlight
 
     ALL: tuple[type[Placer], ...]
 
@@ -76,7 +76,7 @@ PLAIN: tuple[type[Placer], ...] = (
 ONLY_THROUGHPUT: tuple[type[Placer], ...] = (Contiguous,)
 """Placers that make sense for the objective `throughput` only; `by_name` knows them too."""
 
-# Name -> module in `rl` and class of the placers that learn; loaded when first used.
+# Name -> module in `research` and class of the placers that learn; loaded when first used.
 LEARNING = {
     "colocrl": ("colocrl", "ColocRl"),
     "hdp": ("hdp", "Hdp"),
@@ -172,7 +172,7 @@ def by_name(name: str) -> Placer:
 def _learning(name: str) -> type[Placer]:
     """The class of a placer that learns; loads torch."""
     module, cls = LEARNING[name]
-    found: type[Placer] = getattr(import_module(f"devplace.placers.rl.{module}"), cls)
+    found: type[Placer] = getattr(import_module(f"devplace.research.{module}"), cls)
     return found
 
 
@@ -182,7 +182,7 @@ if not TYPE_CHECKING:  # a misspelt name is an error to type checkers
         if name == "ALL":
             return (*PLAIN, *(_learning(learning) for learning in LEARNING))
         if name == "TrainingOptions":
-            return import_module("devplace.placers.rl.options").TrainingOptions
+            return import_module("devplace.research.options").TrainingOptions
         for learning, (_, cls) in LEARNING.items():
             if name == cls:
                 return _learning(learning)

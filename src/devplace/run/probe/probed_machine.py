@@ -15,7 +15,7 @@ from devplace.units import NS_PER_S
 MEASURED = "measured by devplace probe"
 FLIGHT_SHARE = 0.55
 """Of an earlier fit to steps on 2 and 4 H100: 2.4 us of a hop of 4.2 us. The overheads of
-`devplace.auto.measured_costs.HOPPER` come on top."""
+`devplace.tune.measured_costs.HOPPER` come on top."""
 
 
 def link_fit(report: ProbeReport, pair: PairReport) -> LinkFit | None:

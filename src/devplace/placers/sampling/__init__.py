@@ -1,1 +1,0 @@
-"""Placers that learn nothing, with the groups, devices and rules of those that learn."""
