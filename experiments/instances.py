@@ -12,8 +12,8 @@ from typing import Any
 
 from common import RESULTS, provenance, write
 
+from devplace.bench import BenchRow, Effort, bench, load_best_known, save_best_known
 from devplace.instances import Changes, Instance, fingerprint, load_instance
-from devplace.instances.bench import BenchRow, Effort, bench, load_best_known, save_best_known
 from devplace.instances.suites import find
 from devplace.placers import Budget
 

@@ -35,10 +35,10 @@ import numpy as np
 from common import named_placer
 
 from devplace import placers
+from devplace.bench.as_problems import dataflow_problem
 from devplace.cost import CostTable
 from devplace.graph import StepResult
 from devplace.instances import DataflowInstance, load_instance
-from devplace.instances.bench.as_problems import dataflow_problem
 from devplace.instances.suites import find
 from devplace.machine import Machine
 from devplace.placers import Budget

@@ -18,7 +18,6 @@ from devplace.auto.planning import find_target
 from devplace.cost import Analytic
 from devplace.device_kinds import CPU, GPU, DeviceKind, is_accelerator, is_host, kind_of
 from devplace.errors import CaptureError, MachineError
-from devplace.instances.verify import verify_plan
 from devplace.machine import Device, Link, Machine, toml
 from devplace.placers import Budget, Cpu, Even, Search, place
 from devplace.problem import Problem
@@ -26,6 +25,7 @@ from devplace.run.cpu import CpuExecutor
 from devplace.run.executors import accelerators_used, make_executor, used_devices
 from devplace.schedule import Schedule, make_schedule
 from devplace.step_capture import capture
+from devplace.verify import verify_plan
 
 NPU = DeviceKind(
     name="npu", torch_type="npu", label="NPU", executor="tests.test_device_kinds:NpuExecutor"

@@ -87,7 +87,7 @@ def test_solutions_are_written(path, tmp_path):
 
 def test_records_are_kept_only_if_asked_for(path, tmp_path, monkeypatch):
     """--record writes the verified value; a second run has nothing to add."""
-    from devplace.instances.bench import best_known
+    from devplace.bench import best_known
 
     target = tmp_path / "best.json"
     target.write_text("[]")

@@ -58,7 +58,7 @@ def test_a_full_disk_costs_the_file_not_what_was_found(
 
 INTERRUPTED = """
 import sys
-from devplace.instances.bench import run
+from devplace.bench import run
 solve, done = run.solve, []
 def once(*arguments):
     if len(done) == 2:

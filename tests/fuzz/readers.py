@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import devplace as dp
+from devplace.bench.best_known import FILE, load_best_known
+from devplace.bench.run import solve
+from devplace.bench.solvers import Effort
 from devplace.cli.measured_file import keep_measured, load_measured, measured_path
 from devplace.cost.price_cache import TimingCache
 from devplace.graph import serialize
 from devplace.instances import load_instance
-from devplace.instances.bench.best_known import FILE, load_best_known
-from devplace.instances.bench.run import solve
-from devplace.instances.bench.solvers import Effort
 from devplace.kernels.store import KernelStore
 from devplace.machine import toml
 from devplace.placers import Budget, PostPpo

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.pipelining.tiny import native
 from tests.strategies import problems, random_problem
 
-from devplace.instances.verify import verify_loads
 from devplace.pipelining import (
     SolverEffort,
     contiguous_step,
@@ -26,6 +25,7 @@ from devplace.pipelining.step_problem import PS_PER_NS, StepProblem
 from devplace.problem import Placement
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem
+from devplace.verify import verify_loads
 
 FEW = SolverEffort(seconds=None, evaluations=300)
 

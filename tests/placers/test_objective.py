@@ -7,13 +7,13 @@ import pytest
 
 from devplace import report
 from devplace.errors import InputError
-from devplace.instances.verify import verify_plan
 from devplace.placers import OBJECTIVES, Budget, Even, Heft, Objective, Search, Single, place
 from devplace.plan import load_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
 from devplace.simulator.bounds import LowerBound
 from devplace.testing import hand_machine, hand_problem, tiny_problems
+from devplace.verify import verify_plan
 
 
 class DeviceTime(Objective):

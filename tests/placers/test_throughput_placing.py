@@ -10,7 +10,6 @@ from tests.pipelining.tiny import native
 from tests.strategies import random_problem
 
 from devplace.errors import InfeasibleError, InputError, ProblemError
-from devplace.instances.verify import verify_plan, verify_throughput_plan
 from devplace.pipelining import step_loads, step_solve
 from devplace.placers import (
     Budget,
@@ -25,6 +24,7 @@ from devplace.placers import (
 from devplace.plan import load_plan
 from devplace.problem import Problem
 from devplace.testing import hand_machine, hand_problem, tiny_problems
+from devplace.verify import verify_plan, verify_throughput_plan
 
 STEP = """
 x = input bytes=10

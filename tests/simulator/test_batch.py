@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.strategies import random_placement, random_problem
 
 from devplace.graph.graph import BATCH_ON
-from devplace.instances.verify.replay import replay
 from devplace.machine import presets
 from devplace.placers import Search, Single, place
 from devplace.problem import Problem
@@ -19,6 +18,7 @@ from devplace.problem.transfers import copy_times
 from devplace.simulator import simulate
 from devplace.simulator.bounds import lower_bound
 from devplace.testing import hand_machine, hand_placement, hand_problem, show
+from devplace.verify.replay import replay
 
 GPUS = {"cuda:0": 10**6, "cuda:1": 10**6}
 TWO = """

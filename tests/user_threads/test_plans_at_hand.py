@@ -11,7 +11,6 @@ from tests.placers.pipelines import layer_by_layer, pipeline
 
 from devplace import placers
 from devplace.errors import InfeasibleError
-from devplace.instances.verify import verify_placement
 from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator, Search, Single, place
 from devplace.placers.local_search.starts import Starts
@@ -20,6 +19,7 @@ from devplace.problem import Placement
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem
 from devplace.testing.layered import layered_problem
+from devplace.verify import verify_placement
 
 FOUR = {f"cuda:{k}": 10**9 for k in range(4)}
 # 1F1B on four stages with eight micro-batches: eight turns, and three to fill and to drain.

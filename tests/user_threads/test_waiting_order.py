@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 import devplace as dp
 from devplace.cost import CostTable
-from devplace.instances.verify import verify_placement, verify_plan
 from devplace.placers import Heft, Result, place
 from devplace.problem import Placement
 from devplace.run.check import check_step
 from devplace.simulator import simulate
 from devplace.testing import hand_machine
+from devplace.verify import verify_placement, verify_plan
 
 
 class Branches(torch.nn.Module):

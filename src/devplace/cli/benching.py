@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from devplace.bench import BenchRow, Effort, bench, save_best_known
 from devplace.cli.session import check_output
 from devplace.cli.terminal import shown
 from devplace.errors import DevplaceError, WriteError
 from devplace.files import write_whole
 from devplace.instances import Changes, change_all, load_instance
-from devplace.instances.bench import BenchRow, Effort, bench, save_best_known
 from devplace.instances.suites import find
 from devplace.placers import Budget
 from devplace.units import parse_size

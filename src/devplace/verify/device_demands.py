@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from devplace.graph import Member, Op, OpGraph
-from devplace.instances.verify.facts import bases, facts
 from devplace.machine import Device, Machine
 from devplace.units import parse_size
+from devplace.verify.facts import bases, facts
 
 if TYPE_CHECKING:
     from devplace.problem import Problem

@@ -7,7 +7,7 @@ import pytest
 from devplace.instances import load_instance
 from devplace.instances.records import About, LoadInstance, LoadNode
 from devplace.instances.tarnawski import parse_split
-from devplace.instances.verify import verify_throughput
+from devplace.verify import verify_throughput
 from tests.instances.files import PUBLIC
 
 LAYERS = PUBLIC / "tarnawski" / "throughput-inputs" / "LayerGraphs"

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from devplace.instances.bench import Effort, solve
-from devplace.instances.bench.simple import contiguous_blocks
+from devplace.bench import Effort, solve
+from devplace.bench.simple import contiguous_blocks
 from devplace.instances.records import (
     About,
     DataflowInstance,
@@ -18,7 +18,8 @@ from devplace.instances.records import (
     VariantInstance,
     VariantNode,
 )
-from devplace.instances.verify import (
+from devplace.placers import Budget
+from devplace.verify import (
     Stage,
     verify_latency,
     verify_makespan,
@@ -26,7 +27,6 @@ from devplace.instances.verify import (
     verify_throughput,
     verify_variants,
 )
-from devplace.placers import Budget
 
 HERE = About("random", "random.json")
 SHORT = Effort(Budget(seconds=0.3), threads=1)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from devplace.bench.answer import Answer, Blocks, Split, verify
 from devplace.errors import InputError
-from devplace.instances.bench.answer import Answer, Blocks, Split, verify
 from devplace.instances.records import LoadInstance
 from devplace.instances.tarnawski import parse_split
 from devplace.instances.text import read_text

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from devplace.instances.verify import verify_latency
-from tests.instances.verify.test_throughput_objective import DIAMOND
+from devplace.verify import verify_latency
+from tests.verify.test_throughput_objective import DIAMOND
 
 LATENCY = dataclasses.replace(DIAMOND, objective="latency", memory_bytes=4.0)
 

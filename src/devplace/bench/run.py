@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from devplace.bench.answer import Answer, Solution, verify
+from devplace.bench.best_known import BestKnown, improved, load_best_known
+from devplace.bench.solvers import DEFAULT, Effort, solver, solvers_of
 from devplace.errors import InputError, VerificationError
 from devplace.instances import Instance, fingerprint
-from devplace.instances.bench.answer import Answer, Solution, verify
-from devplace.instances.bench.best_known import BestKnown, improved, load_best_known
-from devplace.instances.bench.solvers import DEFAULT, Effort, solver, solvers_of
 from devplace.instances.records import LoadInstance
 
 TOLERANCE = 1e-8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from devplace.instances.records import PipelineInstance, Variant, VariantInstance
-from devplace.instances.verify.verdict import Verdict, exact
+from devplace.verify.verdict import Verdict, exact
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Published instances solved, checked, and compared with the best values known."""
 
-from devplace.instances.bench.best_known import BestKnown, load_best_known, save_best_known
-from devplace.instances.bench.run import BenchRow, bench, solve
-from devplace.instances.bench.solvers import Effort
+from devplace.bench.best_known import BestKnown, load_best_known, save_best_known
+from devplace.bench.run import BenchRow, bench, solve
+from devplace.bench.solvers import Effort
 
 __all__ = [
     "BenchRow",

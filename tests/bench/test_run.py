@@ -8,10 +8,10 @@ import sys
 import msgspec
 import pytest
 
+from devplace.bench import Effort, best_known, load_best_known, run, solve
+from devplace.bench.answer import Answer, Split
 from devplace.errors import InputError, VerificationError
 from devplace.instances import Changes, fingerprint, load_instance, suites
-from devplace.instances.bench import Effort, best_known, load_best_known, run, solve
-from devplace.instances.bench.answer import Answer, Split
 from devplace.placers import Budget
 from tests.instances import files
 
@@ -177,7 +177,7 @@ def test_rows_of_two_processes_are_all_kept(tmp_path):
     """Whoever adds to the file of best values reads it under a lock."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from devplace.instances.bench.best_known import BestKnown, save_best_known\n"
+        "from devplace.bench.best_known import BestKnown, save_best_known\n"
         "for k in range(40):\n"
         "    name = f'{sys.argv[1]}-{k}'\n"
         "    row = BestKnown(name, name, 'throughput', 'ms', 1.0, 'me', 'now')\n"

@@ -9,10 +9,10 @@ from math import ceil, frexp
 
 import numpy as np
 
+from devplace.bench.whole import whole_sizes, whole_times
 from devplace.cost import CostTable
 from devplace.errors import InputError
 from devplace.graph import Op, OpGraph, StepResult, Tensor
-from devplace.instances.bench.whole import whole_sizes, whole_times
 from devplace.instances.records import (
     DataflowInstance,
     LoadInstance,

@@ -8,8 +8,8 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING
 
-from devplace.instances.verify.device_demands import broken_demands
-from devplace.instances.verify.facts import facts
+from devplace.verify.device_demands import broken_demands
+from devplace.verify.facts import facts
 
 if TYPE_CHECKING:
     from devplace.plan import Plan

@@ -1,7 +1,7 @@
 """DOPPLER's makespan by hand."""
 
 from devplace.instances import load_instance
-from devplace.instances.verify import verify_makespan
+from devplace.verify import verify_makespan
 from tests.instances import files
 
 

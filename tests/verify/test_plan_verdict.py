@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devplace.instances.verify import verify_placement, verify_plan, verify_step
-from devplace.instances.verify.device_demands import broken_demands
 from devplace.placers import Heft, place
 from devplace.plan import make_plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import simulate
 from devplace.simulator.in_order import simulate_in_order
 from devplace.testing import hand_machine, hand_placement, hand_problem, tiny_problems
+from devplace.verify import verify_placement, verify_plan, verify_step
+from devplace.verify.device_demands import broken_demands
 from tests.strategies import problems, random_placement
 
 

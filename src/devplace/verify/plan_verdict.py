@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from devplace.instances.verify.device_demands import broken_demands, meant_device
-from devplace.instances.verify.facts import Facts, facts
-from devplace.instances.verify.replay import Replay, replay
 from devplace.units import parse_size
+from devplace.verify.device_demands import broken_demands, meant_device
+from devplace.verify.facts import Facts, facts
+from devplace.verify.replay import Replay, replay
 
 if TYPE_CHECKING:
     from devplace.plan import Plan

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from devplace.instances.bench.whole import whole_sizes, whole_times
+from devplace.bench.whole import whole_sizes, whole_times
 
 RANGES = [(0, 60), (40, 60), (-20, 0), (-60, 40), (90, 99)]
 

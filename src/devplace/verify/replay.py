@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from devplace.graph.graph import BATCH_ON
-from devplace.instances.verify.facts import Facts, facts
 from devplace.machine import Link
 from devplace.machine.machine import channels_of
+from devplace.verify.facts import Facts, facts
 
 if TYPE_CHECKING:
     from devplace.problem import Problem

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from devplace.instances import load_instance
-from devplace.instances.verify import Stage, verify_pipeline, verify_variants
+from devplace.verify import Stage, verify_pipeline, verify_variants
 from tests.instances import files
 
 

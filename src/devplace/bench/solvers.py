@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from devplace import placers
-from devplace.errors import InputError, did_you_mean
-from devplace.instances import Instance
-from devplace.instances.bench import simple
-from devplace.instances.bench.answer import Answer, Blocks, OrderedPlacement, Split, Stages, Status
-from devplace.instances.bench.as_problems import (
+from devplace.bench import simple
+from devplace.bench.answer import Answer, Blocks, OrderedPlacement, Split, Stages, Status
+from devplace.bench.as_problems import (
     Rounded,
     block_problem,
     dataflow_problem,
@@ -23,13 +21,14 @@ from devplace.instances.bench.as_problems import (
     rounded_off,
     tensor_stage_problem,
 )
+from devplace.errors import InputError, did_you_mean
+from devplace.instances import Instance
 from devplace.instances.records import (
     DataflowInstance,
     LoadInstance,
     PipelineInstance,
     VariantInstance,
 )
-from devplace.instances.verify import Stage
 from devplace.pipelining import LoadSolution, solve, solve_contiguous
 from devplace.pipelining.block_latency import pieces
 from devplace.pipelining.replicated import solve_replicated
@@ -38,6 +37,7 @@ from devplace.pipelining.tensor_stages import solve_tensor_stages
 from devplace.placers import Budget
 from devplace.problem import Problem
 from devplace.simulator.bounds import lower_bound
+from devplace.verify import Stage
 
 DEFAULT = "search"
 MAX_THREADS = 1024

@@ -12,7 +12,7 @@ from devplace.instances.records import (
     PipelineInstance,
     VariantInstance,
 )
-from devplace.instances.verify import (
+from devplace.verify import (
     Stage,
     Verdict,
     verify_latency,

@@ -5,13 +5,13 @@ from collections import deque
 import numpy as np
 import pytest
 
+from devplace.bench.as_problems import dataflow_problem, load_problem, round_load
 from devplace.errors import InputError
 from devplace.instances import load_instance, suites
-from devplace.instances.bench.as_problems import dataflow_problem, load_problem, round_load
-from devplace.instances.verify import verify_makespan, verify_throughput
 from devplace.pipelining import loads
 from devplace.problem import Placement
 from devplace.simulator import simulate
+from devplace.verify import verify_makespan, verify_throughput
 from tests.instances import files
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from devplace.instances.records import DataflowInstance
-from devplace.instances.verify.verdict import Verdict, exact
+from devplace.verify.verdict import Verdict, exact
 
 
 def verify_makespan(

@@ -7,8 +7,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 from devplace.instances.records import LoadInstance
-from devplace.instances.verify.throughput_objective import broken_rules, memory_of, misplaced
-from devplace.instances.verify.verdict import Verdict, exact
+from devplace.verify.throughput_objective import broken_rules, memory_of, misplaced
+from devplace.verify.verdict import Verdict, exact
 
 
 def verify_latency(instance: LoadInstance, device: Sequence[int], block: Sequence[int]) -> Verdict:

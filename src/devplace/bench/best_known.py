@@ -12,7 +12,7 @@ from devplace.errors import InputError, WriteError
 from devplace.files import alone, decode_json, read_whole, write_whole
 from devplace.instances import Instance, fingerprint
 
-FILE = Path(__file__).with_name("best_known.json")
+FILE = Path(__file__).parents[1] / "instances" / "best_known.json"
 
 
 class BestKnown(msgspec.Struct, frozen=True, omit_defaults=True):

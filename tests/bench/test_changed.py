@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from devplace.bench import Effort, bench, solve
 from devplace.errors import InputError
 from devplace.instances import Changes, load_instance
-from devplace.instances.bench import Effort, bench, solve
 from devplace.placers import Budget
 from tests.instances import files
 
