@@ -61,7 +61,7 @@ def devplace(*arguments: str, cwd: Path, **variables: str) -> subprocess.Complet
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

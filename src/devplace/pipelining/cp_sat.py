@@ -48,8 +48,9 @@ def solve(solver: Any, model: Any) -> int:
         while thread.is_alive():
             thread.join(0.1)
     except KeyboardInterrupt:
-        solver.stop_search()
-        thread.join()
+        while thread.is_alive():
+            solver.stop_search()  # again where it had not begun yet
+            thread.join(0.1)
         raise
     if failures:
         raise failures[0]

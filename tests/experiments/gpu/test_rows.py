@@ -110,11 +110,11 @@ def test_the_lock_lets_one_process_measure(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("GPU_LOCK", str(tmp_path / "lock"))
     lock = GpuLock()
     lock.acquire()
-    limits_s = {**rows.LIMITS_S, "wait": 0.5}
-    row = rows.run_row("experiments.gpu.eager", SMALL, tmp_path / "row.json", limits_s=limits_s)
+    out, limits_s = tmp_path / "row.json", {**rows.LIMITS_S, "wait": 0.5}
+    row = rows.run_row("experiments.gpu.eager", SMALL, out, limits_s=limits_s)
     assert row["reason"].startswith("phase 'wait'")
     lock.release()
-    row = rows.run_row("experiments.gpu.eager", SMALL, tmp_path / "row.json", limits_s=limits_s)
+    row = rows.run_row("experiments.gpu.eager", SMALL, out)
     assert row["status"] == "ok"
     assert os.environ["GPU_LOCK"]
 
