@@ -17,7 +17,7 @@ HOST = re.escape(socket.gethostname())
 SHORT_S = 16.0
 """The shortest time limit there is: of one that does not answer, half of it is waited for."""
 HANGS = "it hangs, or was not called"
-SOON_S = 60.0
+SOON_S = 120.0
 """In which processes end that a slow computer runs, and which wait for nothing much longer."""
 
 
