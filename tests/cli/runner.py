@@ -55,13 +55,11 @@ def chatty():
 
 PLAIN = "from devplace.cli import main; main()"
 PATIENT = """
-import sys
 from functools import partial
-from devplace.auto.measure import Measurer
 from devplace.cli import main, planning
-import devplace.auto.confirm
+from devplace.tune import confirm
 planning.CONFIRM_SECONDS = 3000.0
-sys.modules["devplace.auto.confirm"].Measurer = partial(Measurer, time_limit_s=600.0)
+confirm.Measurer = partial(confirm.Measurer, time_limit_s=600.0)
 main()
 """
 
