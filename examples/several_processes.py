@@ -38,5 +38,5 @@ step.sync()  # all processes call it; the model of rank 0 is written
 step.close()
 if os.environ.get("RANK", "0") == "0":
     print("devices:", ", ".join(step.devices))
-    print("losses:", *(f"{loss:.6f}" for loss in losses))
-    print(f"weights: {sum(float(p.detach().abs().sum()) for p in model.parameters()):.6f}")
+    print("losses:", *(f"{loss:.4f}" for loss in losses))
+    print(f"weights: {sum(float(p.detach().abs().sum()) for p in model.parameters()):.4f}")

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 # Sums over several threads round in another order; tests that compare bits run ops themselves.
 # Torch reads it when it is imported.
@@ -50,6 +51,23 @@ def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_kernels_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled, or taken from disk, as in a new process."""
     forget_kernels(monkeypatch)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `parallelize` measures, plans and ops, gets ten minutes each: a slow or busy computer is
+    no failure."""
+    from devplace.auto import parallelize
+    from devplace.cost import remote
+    from devplace.cost.profiled import Profiled
+    from devplace.tune import measured_costs
+    from devplace.tune.measure import Measurer
+    from tests.tune.steps import LONG_S
+
+    monkeypatch.setattr(parallelize, "Measurer", partial(Measurer, time_limit_s=LONG_S))
+    monkeypatch.setattr(measured_costs, "Profiled", partial(Profiled, seconds=LONG_S))
+    for limit in ("START_LIMIT_S", "TIME_LIMIT_S"):
+        monkeypatch.setattr(remote, limit, LONG_S)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,7 +26,7 @@ from tests.run.placed import largest_difference
 
 QUICK: dict[str, Any] = {
     "machine": 2,
-    "budget": "30ev,120s",
+    "budget": "30ev,1200s",
     "placer": dp.placers.Random(),
     "confirm": False,
 }

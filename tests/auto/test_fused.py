@@ -14,7 +14,8 @@ from devplace.auto.compiled import compiled_step_ns
 from devplace.auto.local_devices import fuses
 from devplace.kernels import fused
 
-QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}
+pytestmark = pytest.mark.usefixtures("patient")
+QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,1200s"}
 
 
 def job() -> tuple[nn.Module, Any, Any, Any]:

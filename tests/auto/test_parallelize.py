@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from devplace.errors import (
 from devplace.tune.confirm import TIE
 from devplace.tune.measure import Measurer
 from tests.run.models import Unrolled, mean_square
-from tests.tune.steps import hostile, tagger
+from tests.tune.steps import LONG_S, hostile, tagger
 
-QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,120s"}
+pytestmark = pytest.mark.usefixtures("patient")
+QUICK: dict[str, Any] = {"machine": "cpux2", "budget": "30ev,1200s"}
 
 
 def adam(model: Any) -> Any:
@@ -140,7 +142,7 @@ def test_micro_batches_are_tried_as_graphs_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     batch = (torch.randn(6, 4).double(), torch.randint(0, 3, (6,)))
     expected = float(nn.functional.cross_entropy(model(batch[0]), batch[1]).detach())
-    options = {**QUICK, "budget": "20ev,600s", "micro_batches": "auto"}
+    options = {**QUICK, "budget": "20ev,6000s", "micro_batches": "auto"}
     with dp.parallelize(model, batch, nn.functional.cross_entropy, adam(model), **options) as step:
         assert step.confirmation is not None
         names = [row.name for row in step.confirmation.rows]
@@ -206,7 +208,7 @@ def test_batch_norm_keeps_its_batch() -> None:
 def test_one_device_needs_no_search() -> None:
     """On one logical device there is one plan, measured like any other."""
     model = nn.Linear(4, 3)
-    with dp.parallelize(model, torch.randn(2, 4), machine=1, budget="50ev,120s") as step:
+    with dp.parallelize(model, torch.randn(2, 4), machine=1, budget="50ev,1200s") as step:
         assert step.devices == ("cpu:0",)
         assert "no other plan" in str(step)
 
@@ -244,7 +246,7 @@ def test_a_plan_that_kills_its_process_is_passed_over(
 ) -> None:
     """The others are measured and one of them is used; the table names what happened."""
     command = hostile(["kill", *["ok"] * 30], tmp_path)
-    monkeypatch.setattr(module, "Measurer", lambda **options: Measurer(command=command, **options))
+    monkeypatch.setattr(module, "Measurer", partial(Measurer, time_limit_s=LONG_S, command=command))
     model, batch, loss = tagger()
     with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
         found = step.confirmation
@@ -262,10 +264,10 @@ def test_when_no_plan_runs_every_reason_is_told(
 ) -> None:
     """Nothing measured is an error that names what happened to each plan."""
     command = hostile(["exit"] * 10, tmp_path)
-    monkeypatch.setattr(module, "Measurer", lambda **options: Measurer(command=command, **options))
+    monkeypatch.setattr(module, "Measurer", partial(Measurer, time_limit_s=LONG_S, command=command))
     model = nn.Linear(4, 3)
     with pytest.raises(ExecutionError, match=r"None of 1 plans .*cpu:0 alone: .*code 7"):
-        dp.parallelize(model, torch.randn(2, 4), machine=1, budget="50ev,120s")
+        dp.parallelize(model, torch.randn(2, 4), machine=1, budget="50ev,1200s")
 
 
 @pytest.mark.slow
@@ -275,9 +277,7 @@ def test_where_nothing_is_measured_in_time_the_best_predicted_is_used(
     """A busy computer ends no training script: a warning says that nothing was measured, and the
     step trains as ever."""
     command = hostile(["hang"] * 10, tmp_path)
-    monkeypatch.setattr(
-        module, "Measurer", lambda **options: Measurer(command=command, time_limit_s=1.0, **options)
-    )
+    monkeypatch.setattr(module, "Measurer", partial(Measurer, time_limit_s=1.0, command=command))
     model, batch, loss = tagger()
     with pytest.warns(UserWarning, match="No plan was measured within .* larger budget"):
         step = dp.parallelize(model, batch, loss, adam(model), **QUICK)

@@ -15,7 +15,8 @@ from devplace.instances import Changes, fingerprint, load_instance, suites
 from devplace.placers import Budget
 from tests.instances import files
 
-SHORT = Effort(Budget(seconds=0.2), threads=1)
+ENOUGH = Effort(Budget(seconds=20), threads=1)
+"""For what ends with a proof, long before."""
 
 
 def small(tmp_path, **changes):
@@ -26,7 +27,7 @@ def small(tmp_path, **changes):
 def test_small_instance_is_solved_to_its_optimum(tmp_path):
     """n7 and n3 together on one accelerator (4 + 0.5 out), n5 on the CPU."""
     instance = small(tmp_path, maxSizePerFPGA=100.0)
-    row = solve(instance, SHORT)
+    row = solve(instance, ENOUGH)
     # apart: n3 takes n7's output (0.25), 2.5, sends 0.5 = 3.25; n7 sends 0.25 = 1.75
     assert row.value == 3.25
     assert row.best_known is None
@@ -36,14 +37,14 @@ def test_small_instance_is_solved_to_its_optimum(tmp_path):
 
 def test_infeasible_is_a_status(tmp_path):
     """Without a CPU the third node has no home: proved, without a value."""
-    row = solve(small(tmp_path, maxCPUs=0), SHORT)
+    row = solve(small(tmp_path, maxCPUs=0), ENOUGH)
     assert (row.status, row.value) == ("infeasible", None)
     assert row.why
-    row = solve(small(tmp_path, maxCPUs=0, maxFPGAs=0), SHORT)
+    row = solve(small(tmp_path, maxCPUs=0, maxFPGAs=0), ENOUGH)
     assert (row.status, row.value) == ("infeasible", None)
     nodes = json.loads(files.tarnawski())["nodes"][:2]
     edges = json.loads(files.tarnawski())["edges"][:1]
-    row = solve(small(tmp_path, maxCPUs=0, maxSizePerFPGA=39, nodes=nodes, edges=edges), SHORT)
+    row = solve(small(tmp_path, maxCPUs=0, maxSizePerFPGA=39, nodes=nodes, edges=edges), ENOUGH)
     assert (row.status, row.value) == ("infeasible", None)
 
 
@@ -57,7 +58,7 @@ def test_rows_are_checked(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(run, "solver", lambda *_, answer=answer: lambda *_: answer)
         with pytest.raises(VerificationError, match=what):
-            solve(instance, SHORT)
+            solve(instance, ENOUGH)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_rows_are_checked(tmp_path, monkeypatch):
 def test_contiguous_splits_have_their_published_values(folder, name, value):
     """The dynamic programme gives what the authors' gives."""
     path = files.PUBLIC / "tarnawski" / "throughput-inputs" / folder / f"{name}.json"
-    row = solve(load_instance(path), SHORT, "contiguous")
+    row = solve(load_instance(path), ENOUGH, "contiguous")
     assert round(row.value, 4) == value
     assert row.bound is None
 
@@ -80,7 +81,7 @@ def test_contiguous_splits_have_their_published_values(folder, name, value):
 def test_greedy_latency_is_the_published_one():
     """Filling up accelerators in order: 100.219 ms on the layer graph."""
     path = files.PUBLIC / "tarnawski/latency-inputs/LayerGraphs/bert24_inference.json"
-    row = solve(load_instance(path), SHORT, "greedy")
+    row = solve(load_instance(path), ENOUGH, "greedy")
     assert row.value == pytest.approx(100.219, abs=5e-4)
 
 
@@ -99,10 +100,10 @@ def test_dataflow_is_solved_by_placers():
 def test_whole_suites_run_whatever_the_placer_supports():
     """Instances that a placer does not solve have a row that says so; none at all is an error."""
     instances = [load_instance(path) for path in suites.find("tarnawski")[:3]]
-    rows = list(run.bench(instances, SHORT, "contiguous"))
+    rows = list(run.bench(instances, ENOUGH, "contiguous"))
     assert [row.status for row in rows] == ["unknown", "unknown", "feasible"]
     with pytest.raises(InputError, match="Known for it"):
-        list(run.bench(instances, SHORT, "heft"))
+        list(run.bench(instances, ENOUGH, "heft"))
 
 
 def test_every_best_known_value_belongs_to_a_file():
@@ -142,12 +143,12 @@ def test_only_better_values_are_recorded(tmp_path):
 def test_expert_needs_a_split(tmp_path):
     """Where there is none, the folder to look for is named."""
     with pytest.raises(InputError, match="human-experts"):
-        solve(small(tmp_path), SHORT, "expert")
+        solve(small(tmp_path), ENOUGH, "expert")
 
 
 def test_gap_of_zero_bound(tmp_path):
     """A bound of 0 gives a gap only to a value of 0."""
-    row = solve(small(tmp_path), SHORT)
+    row = solve(small(tmp_path), ENOUGH)
     assert dataclasses.replace(row, bound=0.0).gap is None
     assert dataclasses.replace(row, bound=0.0, value=0.0).gap == 0.0
 
@@ -155,7 +156,8 @@ def test_gap_of_zero_bound(tmp_path):
 def test_numbers_too_far_apart_are_solved_without_a_proof(tmp_path):
     """One transfer is so large that the others round off: the value is the verifier's."""
     text = files.DOPPLER.replace("10,40,MatMul", "10.25,1e19,MatMul")
-    row = solve(load_instance(files.write(tmp_path, "d.txt", text)), SHORT)
+    effort = Effort(Budget(evaluations=200))
+    row = solve(load_instance(files.write(tmp_path, "d.txt", text)), effort)
     assert row.status == "feasible"
     assert row.bound <= row.value
 

@@ -29,7 +29,11 @@ from devplace.verify import (
 )
 
 HERE = About("random", "random.json")
-SHORT = Effort(Budget(seconds=0.3), threads=1)
+ENOUGH = Effort(Budget(seconds=20), threads=1)
+"""For what ends with a proof, long before."""
+MIXED = Effort(Budget(seconds=5), threads=1)
+"""For what searches in a tenth of it, and then proves."""
+COUNTED = Effort(Budget(evaluations=60_000), threads=1)
 
 
 def edges_of(rng, count):
@@ -83,7 +87,7 @@ def test_throughput(seed):
     devices = range(instance.num_accelerators + instance.num_cpus)
     splits = itertools.product(devices, repeat=len(instance.nodes))
     optimum = best(verify_throughput(instance, split) for split in splits)
-    row = solve(instance, SHORT)
+    row = solve(instance, MIXED)
     check(row, optimum)
     if optimum is None:
         assert row.status == "infeasible"
@@ -100,7 +104,7 @@ def test_latency(seed):
     optimum = best(
         verify_latency(instance, split, contiguous_blocks(instance, split)) for split in splits
     )
-    row = solve(instance, SHORT)
+    row = solve(instance, COUNTED)
     check(row, optimum)
     if optimum is not None:
         assert row.value == pytest.approx(optimum, abs=1e-9)
@@ -133,7 +137,7 @@ def test_replicated_stages(seed):
         for stages in cuts(count, instance.edges)
         for counts in itertools.product(range(1, devices + 1), repeat=len(stages))
     ]
-    row = solve(instance, SHORT)
+    row = solve(instance, ENOUGH)
     check(row, best(found))
     assert row.value == pytest.approx(best(found), abs=1e-9)
 
@@ -173,7 +177,7 @@ def test_stages_with_variants(seed):
             [Stage(n, r, t, tuple(w)) for n, (r, t), w in zip(cut, shape, names, strict=True)]
         ]
     ]
-    check(solve(instance, SHORT), best(found))
+    check(solve(instance, ENOUGH), best(found))
 
 
 @pytest.mark.parametrize("seed", range(10))

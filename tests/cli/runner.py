@@ -53,15 +53,28 @@ def chatty():
 """
 
 
-def devplace(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does."""
+PLAIN = "from devplace.cli import main; main()"
+PATIENT = """
+from functools import partial
+from devplace.cli import main, planning
+from devplace.tune import confirm
+planning.CONFIRM_SECONDS = 3000.0
+confirm.Measurer = partial(confirm.Measurer, time_limit_s=600.0)
+main()
+"""
+
+
+def devplace(
+    *arguments: str, cwd: Path, script: str = PLAIN, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does; with `PATIENT` a slow computer has time to measure."""
     return subprocess.run(
-        [sys.executable, "-c", "from devplace.cli import main; main()", *arguments],
+        [sys.executable, "-c", script, *arguments],
         cwd=cwd,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

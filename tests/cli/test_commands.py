@@ -407,7 +407,8 @@ def test_ctrl_c_keeps_the_best_plan_so_far(folder: Path) -> None:
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "counted_simulator.Evaluator._remember = interrupt\n"
         "from devplace.cli import main\n"
-        "sys.argv = 'devplace plan mlp.py:build --machine k40x4 --budget 60s -o cut.json'.split()\n"
+        "line = 'devplace plan mlp.py:build --machine k40x4 --budget 600s -o cut.json'\n"
+        "sys.argv = line.split()\n"
         "main()\n"
     )
     done = subprocess.run(

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.cli.runner import devplace, folder, refused
+from tests.cli.runner import PATIENT, devplace, folder, refused
 
 from devplace.tune.confirm import TIE
 
@@ -22,10 +22,12 @@ def test_confirm_writes_the_fastest_measured_plan(folder: Path) -> None:
         *("plan", "mlp.py:build", "--machine", "cpux2", "--budget", "40ev", "--confirm"),
         *("-o", "confirmed.json", "--json"),
         cwd=folder,
+        script=PATIENT,
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     rows = data["confirmation"]
+    assert all(row["measured_ns"] for row in rows), [row["error"] for row in rows]
     fastest = min(row["measured_ns"] for row in rows)
     best = next(row for row in rows if row["measured_ns"] <= TIE * fastest)
     assert rows[0]["name"] == "cpu:0 alone"

@@ -21,7 +21,7 @@ def probe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "DEVPLACE_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
 

@@ -47,7 +47,7 @@ def machine() -> Machine:
 def test_every_op_of_every_workload_can_be_timed(name: str) -> None:
     """Made-up inputs are valid: no op of the built-in workloads fails, indices included."""
     step = captured(name)
-    table = Profiled(seconds=60, cache=None)(step, detect(cpu_devices=2))
+    table = Profiled(seconds=900, cache=None)(step, detect(cpu_devices=2))
     assert table.origin == "profiled"
     assert table.notes == ()
     works = [i for i, op in enumerate(step.ops) if not op.is_source and not op.is_view]
@@ -60,7 +60,7 @@ def test_every_op_of_every_workload_can_be_timed(name: str) -> None:
 def test_equal_calls_cost_the_same(graph: OpGraph, machine: Machine) -> None:
     """Ops of one signature have one time, on every device of the same model."""
     calls = op_calls(graph)
-    table = Profiled(seconds=60, cache=None)(graph, machine)
+    table = Profiled(seconds=900, cache=None)(graph, machine)
     assert len({call.key for call in calls.values()}) < len(calls) / 2
     first: dict[str, int] = {}
     for index, call in calls.items():
@@ -73,7 +73,7 @@ def test_a_second_time_comes_from_the_cache(
     graph: OpGraph, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is measured again, and the numbers are equal."""
-    profiled = Profiled(seconds=60, cache=tmp_path / "t.sqlite")
+    profiled = Profiled(seconds=900, cache=tmp_path / "t.sqlite")
     first = profiled(graph, machine)
 
     timer = fake_times(monkeypatch, lambda call: Timing(1))
@@ -88,7 +88,7 @@ def test_a_damaged_cache_is_said_and_not_used(
     """The step is measured all the same, with a note."""
     path = tmp_path / "t.sqlite"
     path.write_text("no database at all, whatever its name says")
-    table = Profiled(seconds=60, cache=path)(graph, machine)
+    table = Profiled(seconds=900, cache=path)(graph, machine)
     assert table.origin == "profiled"
     assert any("cannot be used" in note for note in table.notes)
 
@@ -113,7 +113,7 @@ def test_an_op_that_fails_is_estimated_from_its_kin(
         return Timing(2 * keys[call.key])
 
     fake_times(monkeypatch, twice)
-    table = Profiled(seconds=60, cache=None)(graph, machine)
+    table = Profiled(seconds=900, cache=None)(graph, machine)
     assert any("no such kernel" in note for note in table.notes)
     works = list(op_calls(graph))
     assert (table.compute_ns[works, 0] == 2 * base[works]).all()

@@ -35,7 +35,7 @@ class Around(nn.Module):
 
 def priced(model: nn.Module, *batch: Any, **settings: Any) -> tuple[OpGraph, CostTable]:
     graph = capture(model, batch)
-    return graph, Profiled(seconds=60, cache=None, **settings)(graph, detect(cpu_devices=2))
+    return graph, Profiled(seconds=900, cache=None, **settings)(graph, detect(cpu_devices=2))
 
 
 def unmeasured(table: CostTable) -> list[str]:
@@ -67,7 +67,13 @@ def test_a_kernel_that_fails_costs_only_its_own_measurement(op: Any, reason: str
 @pytest.mark.slow
 def test_a_kernel_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time limit its process is killed; the others are timed in a new one."""
-    monkeypatch.setattr(remote, "TIME_LIMIT_S", 1.0)
+    ask = remote.RemoteTimer._ask
+
+    def hurried(self: Any, function: str, request: tuple[Any, ...], limit_s: float) -> Any:
+        hangs = function == "time_call" and "hangs" in request[0]
+        return ask(self, function, request, 1.0 if hangs else 600.0)
+
+    monkeypatch.setattr(remote.RemoteTimer, "_ask", hurried)
     _, table = priced(Around(hostile.hangs), torch.randn(4, 8))
     (note,) = unmeasured(table)
     assert "devplace_hostile.hangs" in note
@@ -238,7 +244,7 @@ def test_indices_of_all_kinds_are_timed(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     graph = capture(model, batch, None, optimizer, fuse=fuse)
     assert graph.is_fused == fuse
-    table = Profiled(seconds=60, cache=None)(graph, detect(cpu_devices=2))
+    table = Profiled(seconds=900, cache=None)(graph, detect(cpu_devices=2))
     assert unmeasured(table) == []
 
 

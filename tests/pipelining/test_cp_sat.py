@@ -3,8 +3,10 @@
 import itertools
 import signal
 import threading
+import time
 
 import pytest
+from tests.interrupts import ctrl_c
 
 from devplace.pipelining.cp_sat import cp_model, solve
 
@@ -35,20 +37,22 @@ def test_the_handler_of_ctrl_c_is_left_as_it_was() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_stops_a_solver() -> None:
-    """It is raised within moments, not when the time is up."""
+def is_solving() -> bool:
+    """Whether the solver's thread is there."""
+    return any(thread.name == "CP-SAT" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("spent_s", [0.0, 0.5])
+def test_ctrl_c_stops_a_solver(spent_s: float) -> None:
+    """It is raised within moments, not when the time is up; also where it comes before the first
+    step of the search."""
     solver, model = hard_model()
     solver.parameters.max_time_in_seconds = 60.0
-    main = threading.main_thread().ident or 0
-    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            solve(solver, model)
-    finally:
-        timer.cancel()
-        timer.join()
-    assert not [t for t in threading.enumerate() if t.name == "CP-SAT" and t.is_alive()]
+    begin = time.process_time()
+    with ctrl_c(lambda: is_solving() and time.process_time() > begin + spent_s):
+        solve(solver, model)
+    assert not is_solving()
+    assert solver.wall_time < 60
 
 
 def test_what_the_solver_raises_is_raised() -> None:

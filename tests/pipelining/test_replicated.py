@@ -58,6 +58,28 @@ def test_programme_equals_brute_force(seed):
     assert evaluate_stages(problem, solution.stage, solution.replicas) == solution.value_ps
 
 
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.floats(1e-9, 1e-3))
+def test_without_time_stages_are_worth_what_is_said(seed, seconds):
+    """Where replicas are counted in groups of devices, the value is that of the stages, and never
+    above that of one device, which groups leave out."""
+    problem = random_stages(seed)
+    solution = solve_replicated(problem, seconds=seconds)
+    assert evaluate_stages(problem, solution.stage, solution.replicas) == solution.value_ps
+    assert solution.bound_ps <= brute_force(problem) <= solution.value_ps
+    assert solution.value_ps <= int(problem.work_ps.sum())
+
+
+def test_groups_of_devices_that_are_too_slow_are_not_used():
+    """Two replicas would take 110 s at 2 bytes/s, and 7000 years at 1e-9 bytes/s; one device takes
+    8 ps."""
+    for bandwidth in (2.0, 1e-9):
+        problem = ReplicatedProblem([4, 4], [0, 0], [90, 130], [0], [1], 2, bandwidth)
+        solution = solve_replicated(problem, seconds=1e-9)
+        assert (solution.value_ps, solution.status) == (8, "feasible")
+        assert (solution.stage.tolist(), solution.replicas.tolist()) == ([0, 0], [1])
+
+
 def test_replicas_share_work_and_pay_for_weights():
     """Work 60 and 60 bytes at 1 byte/ps on 3 replicas: (60 + 4 * 2 * 60 / 3) / 3, rounded up."""
     problem = ReplicatedProblem([60], [0], [60], [], [], 3, 1e12)

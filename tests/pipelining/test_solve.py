@@ -237,7 +237,7 @@ def test_infeasible_problems_are_said_to_be_so(changes, reason):
 def test_sizes_that_cannot_be_packed_are_proved_infeasible():
     """Three nodes of 2 on two accelerators of 3 fit in total but not one by one."""
     problem = chain(num_cpus=0, size_bytes=[2, 2, 2], memory_bytes=3)
-    solution = solve(problem, seconds=5, threads=1)
+    solution = solve(problem, seconds=60, threads=1)
     assert solution.status == "infeasible"
     assert "packed" in solution.how
     assert solve(problem, seconds=0.2, threads=1, exact=False).status == "unknown"

@@ -62,7 +62,7 @@ def browse(page: Path, *options: str) -> str:
     command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", *options]
     profile = f"--user-data-dir={page.parent / 'profile'}"
     url = page.as_uri()
-    ended = subprocess.run([*command, profile, url], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*command, profile, url], capture_output=True, text=True, timeout=900)
     return ended.stdout
 
 

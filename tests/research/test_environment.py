@@ -128,6 +128,7 @@ def test_an_evaluator_goes_on_where_another_stopped() -> None:
     first = Evaluator(three_ops(), Budget(evaluations=20))
     first.batch(all_actions(3, 2).astype(np.int32))
     second = Evaluator(three_ops(), Budget(evaluations=20))
+    spent = first.meter.seconds
     second.load_state_dict(first.state_dict())
     assert second.meter.num_evaluations == 8
     assert second.history.points == first.history.points
@@ -135,4 +136,4 @@ def test_an_evaluator_goes_on_where_another_stopped() -> None:
     assert first.history.best is not None
     assert second.history.best.devices.tolist() == first.history.best.devices.tolist()
     assert len(second.history.next_best(9)) == len(first.history.next_best(9))
-    assert second.meter.seconds >= first.meter.seconds - 1
+    assert second.meter.seconds >= spent

@@ -104,7 +104,7 @@ class _Event:
         self._end = end
 
     def synchronize(self) -> None:
-        assert self._end.wait(20)
+        assert self._end.wait(100)
 
 
 class Mix:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.interrupts import ctrl_c
 from tests.strategies import problems, random_placement, random_problem
 
 from devplace import placers
@@ -225,7 +226,9 @@ def test_a_chain_that_cannot_find_better_ends(is_native: bool) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_ctrl_c_ends_chains_and_keeps_what_they_found(threads: int) -> None:
+def test_ctrl_c_ends_chains_and_keeps_what_they_found(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chains without any limit end by it; what they found and made is remembered."""
     problem = layered_problem(300, 3)
     explorer, start = explorer_of(problem, 3, 0, threads)
@@ -236,14 +239,15 @@ def test_ctrl_c_ends_chains_and_keeps_what_they_found(threads: int) -> None:
         problem, np.arange(len(problem.graph.ops), dtype=np.int32), mean_duration_ns(problem)
     )
     endless = CoolingSchedule(0.01, 0.3, 2**62, 2**62, 0.0)
-    main = threading.main_thread().ident or 0
-    timer = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            explorer.run(classes, [start], list(problem.usable_devices), 1.0, endless)
-    finally:
-        timer.cancel()
-        timer.join()
+    begun: list[float] = []
+    anneal = Evaluator.anneal
+
+    def noted(*args: Any) -> Any:
+        begun.append(time.process_time())
+        return anneal(*args)
+
+    monkeypatch.setattr(Evaluator, "anneal", noted)
+    with ctrl_c(lambda: bool(begun) and time.process_time() > begun[0] + 0.5):
+        explorer.run(classes, [start], list(problem.usable_devices), 1.0, endless)
     assert evaluate.meter.num_evaluations > 100
     assert evaluate.history.points[-1][2] < first.step_ns

@@ -20,6 +20,9 @@ from devplace.step_capture import capture
 from devplace.tune.measure import Trial
 from devplace.tune.step_sources import step_sources
 
+LONG_S = 600.0
+"""Time for a plan that a slow computer keeps, the start of its process included, s."""
+
 
 class Tagger(nn.Module):
     """Embedding, two layers with dropout, batch norm and a head: most kinds of source."""

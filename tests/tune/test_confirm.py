@@ -20,7 +20,7 @@ from devplace.tune.confirm import TIE, Confirmation, ConfirmedRow, confirm, conf
 from devplace.tune.measure import Measurement, Measurer, Trial
 from devplace.tune.ordinary import Ordinary, time_ordinary
 from devplace.tune.step_timing import StepTiming
-from tests.tune.steps import captured, placed, tagger
+from tests.tune.steps import LONG_S, captured, placed, tagger
 
 
 def row(name: str, plan: Plan, measured_ns: int | None, is_single: bool = False) -> ConfirmedRow:
@@ -65,8 +65,8 @@ def test_runners_up_differ_from_the_winner_and_each_other() -> None:
 def test_confirming_gives_the_fastest_measured() -> None:
     """Predicted and measured time of each plan; the best is the fastest measured."""
     graph, *_, batch = captured()
-    with Measurer(0.05) as measurer:
-        found = confirm(placed(graph), batch, measurer=measurer)
+    with Measurer(0.05, time_limit_s=LONG_S) as measurer:
+        found = confirm(placed(graph), batch, measurer=measurer, seconds=5 * LONG_S)
     times = [row.measured_ns for row in found.rows]
     assert all(times)
     assert (found.best.measured_ns or 0) <= TIE * min(ns for ns in times if ns)

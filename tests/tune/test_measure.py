@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from devplace.tune import step_timing
 from devplace.tune.measure import Measurer, Trial, measure
 from devplace.tune.step_sources import Source, step_sources
 from devplace.tune.step_timing import batch_of, fill, time_executor, time_plan, time_steps
-from tests.tune.steps import captured, hostile, placed, trials
+from tests.tune.steps import LONG_S, captured, hostile, placed, trials
 
 SHORT = 0.05
 
@@ -85,7 +86,7 @@ def test_small_tensors_keep_their_values_as_indices_may_be_made_of_them() -> Non
     assert kept["table.weight"] is None
     assert len(pack(graph, sources)) < 20_000
     plan = placed(graph).plan
-    (found,) = measure([Trial("plan", plan, graph, sources)], seconds=SHORT)
+    (found,) = measure([Trial("plan", plan, graph, sources)], seconds=SHORT, time_limit_s=LONG_S)
     assert found.error == ""
 
 
@@ -99,7 +100,7 @@ def test_channels_last_weights_stay_channels_last() -> None:
 @pytest.mark.slow
 def test_plans_are_measured_in_either_process(in_child: bool) -> None:
     """Both ways give a time, the spread over rounds and how the step ran."""
-    (found,) = measure(trials(["plan"]), seconds=SHORT, in_child=in_child)
+    (found,) = measure(trials(["plan"]), seconds=SHORT, time_limit_s=LONG_S, in_child=in_child)
     assert found.error == ""
     timing = found.timing
     assert timing is not None
@@ -113,7 +114,7 @@ def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None
     """Kill, exit, out of memory, illegal access are named; the plans between are measured."""
     actions = ["kill", "ok", "exit", "memory", "noise", "illegal", "ok"]
     command = hostile(actions, tmp_path)
-    found = measure(trials(actions), seconds=SHORT, command=command)
+    found = measure(trials(actions), seconds=SHORT, time_limit_s=LONG_S, command=command)
     kinds = [each.kind for each in found]
     assert kinds == ["killed", "", "ended", "out of memory", "", "DeviceLostError", ""]
     assert "SIGKILL" in found[0].error
@@ -126,15 +127,13 @@ def test_what_a_plan_does_costs_only_its_own_measurement(tmp_path: Path) -> None
 def test_a_plan_that_hangs_is_ended(tmp_path: Path) -> None:
     """After the time limit its process is killed, and the next plan runs in a new one."""
     actions = ["ok", "hang", "ok"]
-    begin = time.monotonic()
-    with Measurer(SHORT, time_limit_s=300, command=hostile(actions, tmp_path)) as measurer:
+    with Measurer(SHORT, time_limit_s=LONG_S, command=hostile(actions, tmp_path)) as measurer:
         found = []
         for trial in trials(actions):
-            limit = 1.0 if trial.name == "hang" else 300
+            limit = 3.0 if trial.name == "hang" else LONG_S
             found.append(measurer.measure(trial, time.monotonic() + limit))
     assert [each.kind for each in found] == ["", "time limit", ""]
-    assert "did not end within 1 s" in found[1].error
-    assert time.monotonic() - begin < 600
+    assert re.search(r"did not end within (3|2\.\d+) s", found[1].error)
 
 
 def test_no_plan_is_begun_after_the_deadline() -> None:
@@ -164,7 +163,7 @@ def test_an_op_of_the_users_is_measured_here() -> None:
     batch = (torch.randn(3),)
     graph = capture(Doubling(), batch)
     trial = Trial("custom", placed(graph).plan, graph, step_sources(graph, Doubling(), None, batch))
-    (found,) = measure([trial], seconds=SHORT)
+    (found,) = measure([trial], seconds=SHORT, time_limit_s=LONG_S)
     assert found.error == ""
     unknown = pack(graph, trial.sources).replace(b"devplace_test::twice", b"devplace_test::thric")
     with pytest.raises(InputError, match="not known in a fresh process"):
@@ -266,7 +265,7 @@ def test_a_failing_step_leaves_no_threads() -> None:
     before = threading.active_count()
     with pytest.raises(Exception, match="index out of range"):
         time_plan(graph, plan.placement, plan.order, plan.device_names, broken, SHORT)
-    for _ in range(100):
+    for _ in range(3000):
         if threading.active_count() <= before:
             break
         time.sleep(0.02)

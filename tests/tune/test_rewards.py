@@ -19,7 +19,7 @@ from devplace.problem import Problem
 from devplace.tune.measure import Measurer
 from devplace.tune.rewards import MeasuredSteps
 from devplace.tune.step_sources import step_sources
-from tests.tune.steps import captured, hostile
+from tests.tune.steps import LONG_S, captured, hostile
 
 
 def measured(*measurers: Measurer) -> tuple[Problem, MeasuredSteps]:
@@ -53,7 +53,8 @@ def test_a_placer_learns_from_steps_that_ran() -> None:
 @pytest.mark.slow
 def test_a_placement_that_kills_its_process_is_a_failure(tmp_path: Path) -> None:
     """It counts as failed, the next one is run all the same, and the placer gets through."""
-    with Measurer(0.01, command=hostile(("kill", "well"), tmp_path)) as measurer:
+    command = hostile(("kill", "well"), tmp_path)
+    with Measurer(0.01, time_limit_s=LONG_S, command=command) as measurer:
         problem, steps = measured(measurer)
         assert steps(all_on(problem, 0)) is None
         assert steps(all_on(problem, 1)) is not None
@@ -66,7 +67,9 @@ def test_several_measurers_share_the_placements_of_an_update(tmp_path: Path) -> 
     """Each placement is run once, by one of them; equal ones in one update count as one."""
     lock = str(tmp_path / "lock")
     with ExitStack() as stack:
-        measurers = [stack.enter_context(Measurer(0.01, lock=lock)) for _ in range(2)]
+        measurers = [
+            stack.enter_context(Measurer(0.01, time_limit_s=LONG_S, lock=lock)) for _ in range(2)
+        ]
         problem, steps = measured(*measurers)
         first, second = all_on(problem, 0), all_on(problem, 1)
         times = steps.many([first, second, first])

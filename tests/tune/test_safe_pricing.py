@@ -14,6 +14,8 @@ import devplace as dp
 from tests.cost import hostile_ops as hostile
 from tests.cost.test_remote import messages, recommender
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +36,7 @@ def test_a_kernel_that_aborts_costs_one_line_of_the_report(confirm: bool) -> Non
             return self.layers(hostile.roots(x.exp().clamp(min=1)))
 
     model, batch = Rooted().eval(), torch.randn(5, 8)
-    with dp.parallelize(model, batch, machine=2, budget="100ev,120s", confirm=confirm) as step:
+    with dp.parallelize(model, batch, machine=2, budget="100ev,1200s", confirm=confirm) as step:
         lines = [line for line in str(step).splitlines() if "SIGABRT" in line]
         assert len(lines) == 1
         assert "devplace_hostile.roots" in lines[0]
@@ -56,6 +58,6 @@ def test_models_with_indices_of_all_kinds_train(case: Any) -> None:
         optimizer.step()
         expected.append(loss.item())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dp.parallelize(model, batch, None, optimizer, machine=2, budget="100ev,120s") as step:
+    with dp.parallelize(model, batch, None, optimizer, machine=2, budget="100ev,1200s") as step:
         assert "estimated" not in str(step)
         assert [step(*batch).item() for _ in range(2)] == pytest.approx(expected, rel=1e-5)

@@ -35,22 +35,28 @@ def solve(solver: Any, model: Any) -> int:
     solver.parameters.catch_sigint_signal = False
     status: list[int] = []
     failures: list[BaseException] = []
+    # Not the thread's own end: Python may take it for ended where Ctrl-C interrupts a join.
+    has_ended = threading.Event()
 
     def run() -> None:
         try:
             status.append(solver.solve(model))
         except BaseException as error:
             failures.append(error)
+        finally:
+            has_ended.set()
 
     thread = threading.Thread(target=run, name="CP-SAT")
     thread.start()
     try:
-        while thread.is_alive():
-            thread.join(0.1)
+        while not has_ended.wait(0.1):
+            pass
     except KeyboardInterrupt:
-        solver.stop_search()
-        thread.join()
+        while not has_ended.wait(0.1):
+            solver.stop_search()  # again where it had not begun
         raise
+    finally:
+        thread.join()
     if failures:
         raise failures[0]
     return status[0]

@@ -162,10 +162,11 @@ def solve_replicated(
     value, came = _programme(problem, downsets, group)
     last = len(downsets.members) - 1
     used = int(np.argmin(value[0]))
-    best = int(value[0, used])
+    alone = int(problem.work_ps.sum())  # on one device, which groups of several leave out
+    best = min(alone, int(value[0, used]))
     stage = np.zeros(len(problem.work_ps), np.int32)
-    replicas: list[int] = []
-    at, left = 0, used
+    replicas = [1] if alone < value[0, used] else []
+    at, left = (last, 0) if replicas else (0, used)
     while at < last:
         upto, m = (int(x) for x in came[at, left])
         stage[downsets.members[upto] & ~downsets.members[at]] = len(replicas)

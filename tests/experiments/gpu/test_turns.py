@@ -53,7 +53,7 @@ def run(
         )
         for name, about in members.items()
     }
-    Turns(folder, [*members], lambda name: running[name].poll() is not None, turn_s).give(120.0)
+    Turns(folder, [*members], lambda name: running[name].poll() is not None, turn_s).give(900.0)
     return (folder / "log").read_text().splitlines()
 
 
@@ -78,7 +78,7 @@ def test_a_short_turn_is_given_while_others_get_ready(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_turn_that_lasts_too_long_ends_with_its_process(tmp_path: Path) -> None:
     """The other one has its turn."""
-    notes = run(tmp_path, {"a": (0.0, 1, 600.0), "b": (0.0, 1, 0.0)}, turn_s=0.5)
+    notes = run(tmp_path, {"a": (0.0, 1, 600.0), "b": (0.0, 1, 0.0)}, turn_s=10.0)
     assert "a begins" in notes
     assert "a ends" not in notes
     assert notes[-1] == "b ends"

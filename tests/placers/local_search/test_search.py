@@ -155,8 +155,8 @@ def test_pins_and_exclusions_hold() -> None:
 
 @pytest.mark.slow
 def test_s61_a_time_limit_holds_on_a_random_graph() -> None:
-    """2,000 ops, limit 5 s: a feasible plan within 6 s on each core, with its gap to a bound; more
-    work is never worse."""
+    """2,000 ops, limit 5 s: a feasible plan within 5 s on each core and what a slow one needs
+    before and after, with its gap to a bound; more work is not worse."""
     rng = np.random.default_rng(0)
     graph = random_graph(rng, 2000)
     machine = hand_machine({f"gpu:{k}": 10**9 for k in range(4)}, latency_ns=20)
@@ -166,11 +166,11 @@ def test_s61_a_time_limit_holds_on_a_random_graph() -> None:
     bound = lower_bound(problem)
     begin = time.process_time()  # of this process: others may be busy
     result = place(problem, Search(), "5s", bound=bound)
-    assert time.process_time() - begin < 6 * num_cores()
+    assert time.process_time() - begin < 5 * num_cores() + 10
     assert result.is_feasible
     assert result.gap >= 0
-    longer = place(problem, Search(), "12s", bound=bound)
-    assert longer.step_ns <= result.step_ns * 1.001 or longer.evaluations < result.evaluations
+    less, more = (place(problem, Search(), f"{n}ev", bound=bound) for n in (2_000, 10_000))
+    assert more.step_ns <= less.step_ns
 
 
 def test_a_start_whose_order_cannot_finish_is_refused() -> None:

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from torch.distributed import checkpoint
 
 import devplace as dp
 from devplace import placers, workloads
+from devplace.errors import RankError
 from devplace.run.batch_inputs import bind_inputs, bind_scalars
+from devplace.run.ranks import group
+from devplace.run.ranks.group import Group
 from devplace.run.state import ModelState
 from devplace.run.unplaced import run_unplaced
 from tests.run import gpus
@@ -24,6 +29,10 @@ from tests.run.models import Normed, Residual, mean_square
 
 PLACERS = {"random": placers.Random, "even": placers.Even, "search": placers.Search}
 STEPS = 5
+LONG_S = 300.0
+"""A time limit that a slow computer keeps, s."""
+GONE = ("die", "freeze", "hang", "raise", "absent")
+"""What a process does that will not hear of others."""
 
 
 def workload_step(name: str) -> tuple[Any, Any]:
@@ -95,7 +104,9 @@ def train(names: list[str], placers: list[str], devices: int, batch: str = "whol
         for placer in placers:
             graph.model.load_state_dict(start[0])
             graph.optimizer.load_state_dict(copy.deepcopy(start[1]))
-            step = dp.compile(graph, make_plan(graph, devices, placer), batch=batch)
+            step = dp.compile(
+                graph, make_plan(graph, devices, placer), batch=batch, timeout_s=LONG_S
+            )
             losses = [step(*inputs) for _ in range(STEPS)]
             held = len(step.executor.schedule.holders)
             step.sync()
@@ -107,19 +118,19 @@ def train(names: list[str], placers: list[str], devices: int, batch: str = "whol
 
 def failing(how: str, timeout_s: float, odd: int = 1, poll_s: float = 0.5) -> list[Any]:
     """Three steps of `normed`, in the second of which rank `odd` does something else than the rest,
-    which look at the others every `poll_s` seconds."""
-    from devplace.run.ranks import group
-
+    which look at the others every `poll_s` seconds. All begin to compile at once."""
     is_odd = os.environ["RANK"] == str(odd)
+    _be_patient(odd if how in GONE else -1)
     if not is_odd:
         group.POLL_S = poll_s
     if is_odd and how == "absent":
-        time.sleep(200)
+        time.sleep(1000)
     if is_odd and how == "torch":
         torch.__version__ = "2.0.0"
     has_tokens = how == "op" or (is_odd and how == "model")
     graph, batch = workload_step("rnnlm" if has_tokens else "normed")
     plan = make_plan(graph, 3, "even" if is_odd and how == "plan" else "random")
+    _meet({odd} if how == "absent" else set())
     step = dp.compile(graph, plan, timeout_s=timeout_s)
     losses = []
     for number in range(3):
@@ -130,7 +141,7 @@ def failing(how: str, timeout_s: float, odd: int = 1, poll_s: float = 0.5) -> li
             elif how == "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif how == "hang":
-                time.sleep(200)
+                time.sleep(1000)
             elif how == "raise":
                 raise ValueError("no more data")
             elif how == "shape":
@@ -140,6 +151,33 @@ def failing(how: str, timeout_s: float, odd: int = 1, poll_s: float = 0.5) -> li
         losses.append(step(*batch))
     step.close()
     return losses
+
+
+def _be_patient(gone: int) -> None:
+    """Let a slow computer take its time where a process finds out who is to blame, and where the
+    first one stays until the others know why; process `gone` never will."""
+    failed = Group._failed
+
+    def tell(self: Group, told: str) -> RankError:
+        error = failed(self, told)
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"knows/{gone}", "")
+        return error
+
+    group._FRESH_S, group._LAST_S = 5.0, 60.0
+    if gone >= 0:
+        Group._failed = tell  # type: ignore[method-assign]
+
+
+def _meet(absent: Set[int]) -> None:
+    """Wait until all processes but those are here."""
+    out = Path(os.environ["OUT"])
+    out.with_suffix(".ready").touch()
+    size, until = int(os.environ["WORLD_SIZE"]), time.monotonic() + LONG_S
+    missing = [f"rank{rank}.ready" for rank in range(size) if rank not in absent]
+    while missing := [name for name in missing if not out.with_name(name).exists()]:
+        assert time.monotonic() < until, missing
+        time.sleep(0.01)
 
 
 def crosswise(in_order: bool) -> list[Any]:
@@ -176,6 +214,7 @@ def parallel(batch: str = "whole") -> Any:
         placer=placer,
         confirm=False,
         batch=batch,
+        timeout_s=LONG_S,
     )
     mine = inputs.chunk(size)[rank] if batch == "sharded" else inputs
     losses = [float(step(mine)) for _ in range(STEPS)]
@@ -202,7 +241,7 @@ def train_on_gpus(name: str) -> Any:
     plan = dp.place(problem, placers.Random(), budget="8ev", seed=1).plan
     with gpus.deterministic():
         expected = unplaced(graph, made.inputs, STEPS, device="cuda:0") if rank == 0 else None
-        step = dp.compile(graph, plan)
+        step = dp.compile(graph, plan, timeout_s=LONG_S)
         losses = [step(*made.inputs).cpu() for _ in range(STEPS)]
         mode, reason = step.executor.mode, step.executor.reason
         step.sync()
@@ -219,7 +258,7 @@ def train_on_gpus(name: str) -> Any:
 def save_after(steps: int, where: str) -> None:
     """Train `normed` on two devices, and save what each process holds."""
     graph, batch = workload_step("normed")
-    with dp.compile(graph, make_plan(graph, 2, "random")) as step:
+    with dp.compile(graph, make_plan(graph, 2, "random"), timeout_s=LONG_S) as step:
         for _ in range(steps):
             step(*batch)
         checkpoint.save(step.state_dict(), checkpoint_id=where)
@@ -228,7 +267,7 @@ def save_after(steps: int, where: str) -> None:
 def go_on(steps: int, where: str) -> Any:
     """Go on from there on three devices, by another plan; gives losses and state."""
     graph, batch = workload_step("normed")
-    step = dp.compile(graph, make_plan(graph, 3, "even"))
+    step = dp.compile(graph, make_plan(graph, 3, "even"), timeout_s=LONG_S)
     state = step.state_dict()
     checkpoint.load(state, checkpoint_id=where)
     step.load_state_dict(state)
@@ -240,15 +279,13 @@ def go_on(steps: int, where: str) -> Any:
 
 def main() -> None:
     """Run a program and leave what it gives, or raises, beside `OUT`."""
-    out, begin = Path(os.environ["OUT"]), time.monotonic()
+    out = Path(os.environ["OUT"])
     try:
         value = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
         torch.save(value, out.with_suffix(".pt"))
     except BaseException as error:
         out.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
         raise
-    finally:
-        out.with_suffix(".end").write_text(str(time.monotonic() - begin))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def test_the_example_prints_the_same_under_torchrun(tmp_path: Any) -> None:
         text=True,
         cwd=tmp_path,
         check=False,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == EXAMPLE.with_suffix(".out").read_text()

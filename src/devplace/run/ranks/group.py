@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -87,7 +87,9 @@ class Group:
         self.hosts = self.exchange("host", socket.gethostname(), "compile")
         if not is_made:
             _join(store, self.rank, self.size)
-        self.require_equal("versions", {"torch": torch.__version__, "devplace": __version__})
+        with self.failing_together():
+            versions = {"torch": torch.__version__, "devplace": __version__}
+            self.require_equal("versions", versions)
         self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
 
     def name(self, rank: int) -> str:
@@ -108,20 +110,13 @@ class Group:
         Raises:
             RankError: A process failed, or did not come in time.
         """
-        self._store.set(f"{topic}/{self.rank}", json.dumps(value))
-        until = time.monotonic() + self._limit_s
-        beats = [""] * self.size
-        for rank in range(self.size):
-            while not self._store.check([f"{topic}/{rank}"]):
-                self._raise_failure()
-                beat = self._told(f"alive/{rank}")
-                if beat != beats[rank]:
-                    beats[rank], until = beat, time.monotonic() + self._limit_s
-                if time.monotonic() > until:
-                    cause = f"it did not come to {where} within {self._limit_s:.0f} s"
-                    raise self.fail(cause, rank)
-                time.sleep(0.01)
-        return [json.loads(self._store.get(f"{topic}/{rank}")) for rank in range(self.size)]
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], json.dumps(value))
+            self._await(keys, where)
+            return [json.loads(self._store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise self._failed(self._gone(error)) from error
 
     def require_equal(self, topic: str, facts: Mapping[str, Any]) -> None:
         """See that all processes have the same.
@@ -303,14 +298,40 @@ class Group:
         )
 
     def _raise_failure(self) -> None:
-        if self.failure:
-            raise self._failed(self.failure)
-        try:
-            told = self._store.check(["failure"]) and self._store.get("failure").decode()
-        except RuntimeError as error:
-            told = f"{self.name(0)}: the store of the process group is gone ({_first_line(error)})"
+        told = self._heard()
         if told:
             raise self._failed(told)
+
+    def _heard(self) -> str:
+        """Why the group is over, as far as this process can know; empty while it is not."""
+        try:
+            return self.failure or self._told("failure")
+        except RuntimeError as error:
+            return self._gone(error)
+
+    def _gone(self, error: RuntimeError) -> str:
+        return f"{self.name(0)}: the store of the process group is gone ({_first_line(error)})"
+
+    def _await(self, keys: Sequence[str], where: str) -> None:
+        """Wait for what every process puts into the store, by rank; see `exchange`.
+
+        A failure counts only while some of it is missing: where all is there, a process may already
+        have failed because what it found differs, and this one is to find the same itself.
+        """
+        until = time.monotonic() + self._limit_s
+        beats = [""] * self.size
+        for rank, key in enumerate(keys):
+            while not self._store.check([key]):
+                told = self._heard()
+                if told and not self._store.check(list(keys)):
+                    raise self._failed(told)
+                beat = self._told(f"alive/{rank}")
+                if beat != beats[rank]:
+                    beats[rank], until = beat, time.monotonic() + self._limit_s
+                if time.monotonic() > until:
+                    cause = f"it did not come to {where} within {self._limit_s:.0f} s"
+                    raise self.fail(cause, rank)
+                time.sleep(0.01)
 
     def _carry(self, call: Callable[..., Any], message: Any, rank: int) -> None:
         begin = time.monotonic()
