@@ -22,7 +22,8 @@ from devplace.tune.calibration import (
     Observation,
     calibrated,
 )
-from devplace.tune.calibration_store import KIND, kept_calibration, learn, learn_from
+from devplace.tune.calibration_store import learn, learn_from
+from devplace.tune.kept_calibration import KIND, kept_calibration
 from devplace.tune.single_steps import MAX_KEPT, SingleStep, kept_steps, remembered
 from tests.tune.test_calibration import START as NEAR
 from tests.tune.test_calibration import TRUE, machine, observations, with_gaps

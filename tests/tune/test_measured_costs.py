@@ -19,7 +19,7 @@ from devplace.machine import Machine, presets
 from devplace.run.probe import probe_key
 from devplace.run.probe.kept_probe import keep_text
 from devplace.step_capture import capture
-from devplace.tune.calibration_store import KIND
+from devplace.tune.kept_calibration import KIND
 from devplace.tune.measured_costs import HOPPER, measured_machine, price, probed_machine
 from tests.cost.timers import fake_times
 

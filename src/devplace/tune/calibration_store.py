@@ -21,29 +21,14 @@ from devplace.tune.calibration import (
     fit,
 )
 from devplace.tune.confirm import ConfirmedRow
+from devplace.tune.kept_calibration import KIND, kept_calibration
 from devplace.tune.measured_costs import HOPPER, probed_machine
 from devplace.tune.single_steps import SingleStep, remembered
 
-KIND = "calibration"
 ROUNDS = 20
 MIN_SECONDS, MAX_SECONDS = 2.0, 10.0
 ENOUGH = 0.03  # median error of steps that no constants of transfers are fitted to
 _log = logging.getLogger(__name__)
-
-
-def kept_calibration(machine: Machine) -> Calibration | None:
-    """The constants kept for this machine; a damaged file counts as none."""
-    from devplace.run.probe import probe_key
-    from devplace.run.probe.kept_probe import kept_text
-
-    text = kept_text(KIND, probe_key(machine))
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=Calibration)
-    except ValueError as error:
-        _log.warning("Kept calibration is not used: %s", error)
-        return None
 
 
 def learn_from(

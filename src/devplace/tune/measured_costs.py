@@ -13,6 +13,7 @@ from devplace.cost.worker_process import WorkerProcess
 from devplace.graph import OpGraph
 from devplace.machine import Machine
 from devplace.tune.calibration import Calibration, calibrated
+from devplace.tune.kept_calibration import kept_calibration
 
 # Overheads: measured on 2 H200 with code that is not kept, in a graph of 384 ops: a wait for what
 # has come takes 1.2 us of its receiver, a push of 64 KiB beside products of matrices up to 1.4.
@@ -84,6 +85,4 @@ def _has_several_gpus(machine: Machine) -> bool:
 
 
 def _kept_or_hopper(machine: Machine) -> Calibration:
-    from devplace.tune.calibration_store import kept_calibration
-
     return kept_calibration(machine) or HOPPER
