@@ -9,7 +9,13 @@ import pytest
 
 from devplace.errors import MachineError
 from devplace.machine import detect, load_machine, toml
-from devplace.machine.detect import cpu_machine, gpu_machine, memory_limit, num_cores
+from devplace.machine.detect import (
+    cpu_machine,
+    driver_version,
+    gpu_machine,
+    memory_limit,
+    num_cores,
+)
 
 GIB = 2**30
 
@@ -86,6 +92,32 @@ def test_detection_without_driver_imports_no_torch():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "kind", ["UNIX x86_64 Kernel Module ", "UNIX Open Kernel Module for x86_64"]
+)
+def test_the_driver_is_named_by_its_kernel_module(kind, tmp_path):
+    """The version is the number behind the module's name, not that of the compiler below."""
+    file = tmp_path / "version"
+    file.write_text(
+        f"NVRM version: NVIDIA {kind}  580.159.04  Release Build\nGCC version: 12.2.0 \n"
+    )
+    assert driver_version(str(file)) == "580.159.04"
+
+
+def test_without_a_file_the_driver_is_named_by_its_library(tmp_path, monkeypatch):
+    """Without a kernel module's file the library is asked; without both nothing is known."""
+    missing = str(tmp_path / "none")
+
+    def library(name):
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(cuDriverGetVersion=lambda at: setattr(at._obj, "value", 13000))
+
+    monkeypatch.setattr("ctypes.CDLL", library)
+    assert driver_version(missing) == "CUDA 13000"
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace())
+    assert driver_version(missing) == ""
 
 
 def test_known_gpus_take_the_preset_speeds():

@@ -42,7 +42,7 @@ START = msgspec.structs.replace(
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, on a computer with a driver."""
-    monkeypatch.setattr("devplace.run.probe._driver_version", lambda: "1.0")
+    monkeypatch.setattr("devplace.run.probe.driver_version", lambda: "1.0")
     monkeypatch.setenv("DEVPLACE_CACHE", str(tmp_path))
     return tmp_path
 

@@ -41,7 +41,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     fake_times(monkeypatch, lambda call: Timing(OP_NS), "a card")
     monkeypatch.setattr("devplace.run.cuda.device_memory.held_bytes", lambda device: 0)
-    monkeypatch.setattr("devplace.run.probe._driver_version", lambda: "1.0")
+    monkeypatch.setattr("devplace.run.probe.driver_version", lambda: "1.0")
     monkeypatch.setenv("DEVPLACE_CACHE", str(tmp_path))
     return presets.get("h200x1")
 

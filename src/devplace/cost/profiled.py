@@ -21,7 +21,7 @@ from devplace.device_kinds import is_host, named_by_number
 from devplace.files import cache_folder
 from devplace.graph import Captured, OpGraph
 from devplace.machine import Device, Machine
-from devplace.machine.detect import cpu_model
+from devplace.machine.detect import cpu_model, driver_version
 
 I64 = NDArray[np.int64]
 KERNEL_GAP_NS = 850
@@ -199,17 +199,4 @@ def cuda_place(model: str) -> str:
     )
     versions = f"timing {TIMING}|torch {torch.__version__}"
     versions += f"|cuda {torch.version.cuda}|cudnn {cudnn.version()}"
-    return f"{model}|driver {_driver()}|{versions}|{flags}"
-
-
-def _driver() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        text = ""
-    words = [word for word in text.split() if word.count(".") >= 1 and word[0].isdigit()]
-    if words:
-        return words[0]
-    import torch
-
-    return str(torch._C._cuda_getDriverVersion())
+    return f"{model}|driver {driver_version()}|{versions}|{flags}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ FLOPS_PER_CYCLE = {"avx512f": 64, "avx2": 32, "avx": 16, "asimd": 16}
 CLOCK_HZ = 2_500_000_000
 MAX_LOGICAL_CPUS = 4
 ROUND_BYTES = 64 * 2**20
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 
 
 def detect(cpu_devices: int | None = None) -> Machine:
@@ -119,7 +123,7 @@ def _torch_with_gpus() -> Any | None:
     """The torch module if it sees a GPU; it is not imported where there is no driver."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None
-    drivers = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    drivers = (NVIDIA_DRIVER, "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     if "torch" not in sys.modules and not any(Path(path).exists() for path in drivers):
         return None
     try:
@@ -127,6 +131,18 @@ def _torch_with_gpus() -> Any | None:
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None
+
+
+def driver_version(file: str = NVIDIA_DRIVER) -> str:
+    """Version of NVIDIA's kernel driver. Where it has no file, as in the Windows Subsystem for
+    Linux, the CUDA version that its library states; empty if neither tells."""
+    with suppress(OSError):
+        if found := re.search(r"\s(\d+(?:\.\d+)+)\s", Path(file).read_text()):
+            return found[1]
+    version = ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return f"CUDA {version.value}" if version.value else ""
 
 
 def gpu_machine(torch: Any) -> Machine:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from devplace import __version__
 from devplace.machine import Machine
+from devplace.machine.detect import driver_version
 from devplace.run.probe.kept_probe import cached_report, keep_report
 from devplace.run.probe.mailboxes import CpuBench
 from devplace.run.probe.probe_run import Bench, run_probe
@@ -64,16 +63,7 @@ def probe_key(machine: Machine) -> dict[str, str]:
         model = machine.devices[0].model
         return {**key, "devices": f"{len(machine.devices)} x {model}", "host": platform.node()}
     names = " ".join(f"{gpu.name}={gpu.uuid or gpu.model}" for gpu in gpus)
-    return {**key, "devices": names, "driver": _driver_version()}
-
-
-def _driver_version() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return f"CUDA {torch._C._cuda_getDriverVersion()}"
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return found.group(1) if found else text.split("\n")[0]
+    return {**key, "devices": names, "driver": driver_version()}
 
 
 def _bench(machine: Machine) -> Bench:
