@@ -10,7 +10,7 @@ import torch
 
 from devplace.machine.presets.host_ops import GPU_ONLY_OPS, OPS_OFF_HOST, RANDOM_OPS
 
-# CUDA ops a captured training step can hold, by torch 2.11 and 2.13.
+# CUDA ops a captured training step can hold, by torch 2.11 to 2.14.
 KNOWN = (
     "aten._thnn_fused_lstm_cell.default",
     "aten._thnn_fused_gru_cell.default",
@@ -69,8 +69,14 @@ def test_every_random_op_is_listed() -> None:
 
 
 def test_nothing_else_is_listed() -> None:
-    """No pattern hits an op that a CPU runs as a GPU does."""
+    """No pattern hits an op that a CPU runs as a GPU does, with every torch."""
     allowed = {"aten._use_cudnn_rnn_flatten_weight.default", "aten.cudnn_is_acceptable.default"}
+    since_2_14 = {
+        "aten._philox_key_fold_in.default",
+        "aten._philox_key_fold_in.Tensor",
+        "aten._philox_key_split.default",
+    }
+    allowed |= since_2_14
     for op in overloads():
         on_cpu = torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU")
         if on_cpu and torch.Tag.nondeterministic_seeded not in op.tags:

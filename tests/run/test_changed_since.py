@@ -7,6 +7,8 @@ import io
 import os
 import pickle
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,20 +372,30 @@ def test_sync_under_inference_mode_leaves_ordinary_tensors() -> None:
     train_eager(model, optimizer, [batch()], loss_fn)
 
 
-def test_another_default_device_or_dtype_changes_nothing() -> None:
-    """`torch.set_default_device` is for what the user makes, not for state of a step."""
+def test_another_default_device_or_dtype_changes_no_state() -> None:
+    """`torch.set_default_device` is for what the user makes, not for state of a step; so is the
+    default dtype while a step is loaded and synced."""
     model = linear()
     optimizer = adam(list(model.parameters()))
     step = make_step(model, batch(), loss_fn, optimizer, at_random(0))
     with torch.device("meta"):
-        step.load()
-        torch.set_default_dtype(torch.float64)
-        try:
-            step(*(t.cpu() for t in (torch.randn(6, 4, device="cpu").float(), batch_targets())))
-        finally:
-            torch.set_default_dtype(torch.float32)
-        step.sync()
+        with default_dtype(torch.float64):
+            step.load()
+        step(*(t.cpu() for t in (torch.randn(6, 4, device="cpu"), batch_targets())))
+        with default_dtype(torch.float64):
+            step.sync()
     assert {t.device.type for one in optimizer.state.values() for t in one.values()} == {"cpu"}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Changes the default dtype, and puts it back."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def batch_targets() -> Any:
