@@ -75,6 +75,7 @@ def test_nothing_else_is_listed() -> None:
         "aten._philox_key_fold_in.default",
         "aten._philox_key_fold_in.Tensor",
         "aten._philox_key_split.default",
+        "aten._scaled_grouped_mm_v2.default",
     }
     allowed |= since_2_14
     for op in overloads():

@@ -1,8 +1,8 @@
 """Ops of steps captured on GPUs that a CPU beside them cannot run as they do.
 
 Source: native_functions.yaml of PyTorch 2.13, ops with a CUDA form and no CPU form, and ops tagged
-nondeterministic_seeded; a test compares with the torch that is installed. With 2.14 CPUs have
-`_philox_key_*`, too.
+nondeterministic_seeded; a test compares with the torch that is installed. CPUs have had
+`_philox_key_*` and `_scaled_grouped_mm_v2` since 2.14.
 """
 
 from __future__ import annotations
