@@ -152,7 +152,7 @@ def test_s41_changed_input_is_refused() -> None:
 def test_wrappers_are_refused_in_one_line() -> None:
     """DataParallel and scripted modules say what to pass instead."""
     refuse(nn.DataParallel(small_net()), r"DataParallel cannot be captured.*model\.module")
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         scripted = torch.jit.script(nn.Linear(8, 4))
     refuse(Holder(scripted), r"ScriptModule cannot be captured: module 'inner' is one")
     with pytest.raises(CaptureError, match=r"must be a torch\.nn\.Module, got function"):
