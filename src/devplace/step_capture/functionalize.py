@@ -280,7 +280,8 @@ class _Writes:
         now = dict(zip(self.given, values, strict=True))
         found: list[torch.Tensor] = []
         for node in self._nodes:
-            last = None if graph is None else next(reversed(graph.nodes))
+            # Before torch 2.13 a reversed list of nodes is no iterator.
+            last = None if graph is None else next(iter(reversed(graph.nodes)))
             tagger.fixed = node.meta.get("tag")
             if node in self.inside:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), now.__getitem__)
