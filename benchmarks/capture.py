@@ -3,8 +3,8 @@
 Run: `OMP_NUM_THREADS=1 python benchmarks/capture.py [--profile | --models | --micro-batches]`.
 Time grows linearly; the bound is 1.5 ms of CPU per node on one core. With `--models` workloads and,
 where installed, models of Transformers at small size, with AdamW; the last lines are medians. With
-`--micro-batches` full workloads on the meta device, as one batch and in 2, 4, 8 and 16 micro-batches
-as one plan captures them: what one capture finds out, the next knows.
+`--micro-batches` full workloads on the meta device as one batch and in 2, 4, 8, 16 micro-batches,
+in turn, as a plan captures them: what one capture finds out, the next knows.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def test_uneven_micro_batches_are_copied_within_their_size(
     [
         {"fuse": True},
         {"recompute": ["first"]},
-        {"recompute": True, "fuse": True},
+        {"recompute": ["first", "last"], "fuse": True},
         {"clip_grad_norm": 1.0},
         {"autocast": torch.bfloat16},
         {"stack_inputs": True, "stack_gradients": True},
