@@ -1,8 +1,10 @@
 """CPU time of capture per node, for GPT-like and NMT-like stacks of growing size.
 
-Run: `OMP_NUM_THREADS=1 python benchmarks/capture.py [--profile | --models]`. Time grows linearly;
-the bound is 1.5 ms of CPU per node on one core. With `--models` workloads and, where installed,
-models of Transformers at small size, with AdamW; the last lines are medians.
+Run: `OMP_NUM_THREADS=1 python benchmarks/capture.py [--profile | --models | --micro-batches]`.
+Time grows linearly; the bound is 1.5 ms of CPU per node on one core. With `--models` workloads and,
+where installed, models of Transformers at small size, with AdamW; the last lines are medians. With
+`--micro-batches` full workloads on the meta device as one batch and in 2, 4, 8, 16 micro-batches,
+in turn, as a plan captures them: what one capture finds out, the next knows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import pstats
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from devplace.step_capture import capture
+from devplace.step_capture.micro_batches.chunks import Known
+from devplace.workloads import build
 
 VOCABULARY = 1000
 MAX_MS_PER_NODE = 1.5
@@ -139,8 +144,6 @@ def stack(label: str, model: nn.Module, length: int, optimizer: str) -> None:
 
 def models() -> None:
     """Workloads and models of Transformers at small size."""
-    from devplace.workloads import build
-
     built = [(name, build(name, size="small")) for name in WORKLOADS]
     found = {"workloads": [measure(n, w.model, w.inputs, w.loss_fn) for n, w in built]}
     if find_spec("transformers"):
@@ -153,9 +156,25 @@ def models() -> None:
         print(f"median of {len(times)} {kind}: {statistics.median(times):.2f} ms/node")
 
 
+def micro_batches() -> None:
+    """Captures of one step that differ in the number of micro-batches only."""
+    warnings.filterwarnings("ignore", message="micro_batches=")
+    for name in ("llama", "bert-large"):
+        work, known = build(name, batch=16), Known()
+        adam = torch.optim.AdamW(work.model.parameters())
+        for count in (1, 2, 4, 8, 16):
+            start = time.process_time()
+            graph = capture(work.model, work.inputs, work.loss_fn, adam, count, known=known)
+            seconds = time.process_time() - start
+            print(f"{name:10s} {count:2d} micro-batches {len(graph.ops):6d} nodes {seconds:7.2f} s")
+
+
 def main() -> None:
     """Measure all sizes, or profile one."""
     torch.set_num_threads(1)
+    if "--micro-batches" in sys.argv:
+        micro_batches()
+        return
     with torch.device("meta"):
         if "--profile" in sys.argv:
             profile = cProfile.Profile()

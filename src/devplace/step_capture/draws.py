@@ -31,16 +31,25 @@ class Draws:
         Raises:
             CaptureError: The generator has been seeded, or put into a state of before the trace.
         """
-        position: int = torch.default_generator.initial_seed() - _FIRST
+        position = self.place
         if not 0 <= position <= self._count:
             raise CaptureError(
                 f"The step must not seed torch's generator: {where} draws under a seed set in the "
                 f"step, which would be lost. Seed outside the step, or pass the numbers as an "
                 f"input."
             )
-        self._count = max(self._count, position + 1)
-        torch.default_generator.manual_seed(_FIRST + position + 1)
+        self.move_to(position + 1)
         return position
+
+    @property
+    def place(self) -> int:
+        """The position of the next draw, unless the generator has been seeded."""
+        return int(torch.default_generator.initial_seed()) - _FIRST
+
+    def move_to(self, place: int) -> None:
+        """Let the next draw have a position, as if those before had been made."""
+        self._count = max(self._count, place)
+        torch.default_generator.manual_seed(_FIRST + place)
 
     @property
     def is_seeded(self) -> bool:

@@ -34,12 +34,14 @@ from devplace.step_capture.loss import (
     refuse_lost_gradients,
 )
 from devplace.step_capture.micro_batches.chunk_loss import Counts, UnequalCountsError, joined
+from devplace.step_capture.micro_batches.copies import Copies
 from devplace.step_capture.moved import modules_stay
 from devplace.step_capture.request import CaptureRequest, Input, Output, source_name
 from devplace.step_capture.sources import Slots
 from devplace.step_capture.tags import Tagger, describe_place, user_line
 
 Tensors = list[torch.Tensor]
+Named = dict[str, torch.Tensor]
 Given = dict[str, dict[Any, torch.Tensor]]
 
 
@@ -232,7 +234,7 @@ class TracedStep:
             first = run(0)
             refuse_attributes(own, self.request.sources.parameters)
             combine = self._mean if first.weight is None else self._weighted
-            returned, loss, grads = combine(len(chunks), run, first, wanted)
+            returned, loss, grads = combine(chunks, run, first, wanted)
         self.tagger.micro_batch = -1
         return self._loss_heads(returned, loss.detach()), grads
 
@@ -375,37 +377,52 @@ class TracedStep:
 
     def _mean(
         self,
-        num_chunks: int,
+        chunks: list[list[Any]],
         run: Callable[[int], Returned],
         first: Returned,
-        wanted: dict[str, torch.Tensor],
-    ) -> tuple[list[Returned], torch.Tensor, dict[str, torch.Tensor]]:
+        wanted: Named,
+    ) -> tuple[list[Returned], torch.Tensor, Named]:
         """Loss = sum of loss_i * rows_i / rows; of losses that add up, sum of loss_i."""
-        if num_chunks == 1:
-            return [first], first.loss, self._backward([first.loss], [None], wanted, {})
-        parts, total = [], None
-        grads: dict[str, torch.Tensor] = {}
-        for index, share in enumerate(self.request.batch.shares):
-            found = first if index == 0 else run(index)
-            share = 1.0 if self.request.adds_up else share
+        if len(chunks) == 1:
+            return [first], first.loss, self._backward([first.loss], [None], wanted)
+        batch = self.request.batch
+
+        def one(index: int, total: torch.Tensor | None) -> tuple[Returned, torch.Tensor, Named]:
+            found = run(index) if index else first
+            share = 1.0 if self.request.adds_up else batch.shares[index]
             with self._owned("", "forward"):
                 part = found.loss.detach() * share
                 total = part if total is None else total + part
                 seed = torch.full_like(found.loss, share) if wanted else None
-            grads = self._backward([found.loss], [seed], wanted, grads)
+            return found, total, self._backward([found.loss], [seed], wanted)
+
+        copies, sums = Copies(self.tagger, self._slots), Copies(self.tagger, self._slots)
+        parts: list[Returned] = []
+        total: torch.Tensor | None = None
+        grads: Named = {}
+        for index, (chunk, size) in enumerate(zip(chunks, batch.sizes, strict=True)):
+            call = functools.partial(one, index, total)
+            found, total, new = copies.run(index, size, call, (chunk, total))
+            add = functools.partial(self._added, grads, new)
+            grads = sums.run(index, 0, add, (grads, new))
             parts.append(found)
         assert total is not None
         return parts, total, grads
 
     def _weighted(
         self,
-        num_chunks: int,
+        chunks: list[list[Any]],
         run: Callable[[int], Returned],
         first: Returned,
-        wanted: dict[str, torch.Tensor],
-    ) -> tuple[list[Returned], torch.Tensor, dict[str, torch.Tensor]]:
+        wanted: Named,
+    ) -> tuple[list[Returned], torch.Tensor, Named]:
         """Loss = sum of loss sums / sum of weights."""
-        parts = [first] + [run(i) for i in range(1, num_chunks)]
+        sizes = self.request.batch.sizes or (0,)
+        copies, sums = Copies(self.tagger, self._slots), Copies(self.tagger, self._slots)
+        parts = [
+            copies.run(k, size, functools.partial(run, k) if k else lambda: first, chunk)
+            for k, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))
+        ]
         with self._owned("", "forward"):
             self.tagger.micro_batch = -1
             losses = [part.loss for part in parts]
@@ -414,39 +431,42 @@ class TracedStep:
             weight_sum = weight_sum.to(losses[0].dtype)  # counts are integers
             total = loss_sum / weight_sum
             seed = weight_sum.reciprocal() if wanted else None
-        grads: dict[str, torch.Tensor] = {}
-        for index, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
-            self.tagger.micro_batch = index
-            roots, seeds = [loss], [seed]
-            if weight.requires_grad and seed is not None:
-                roots, seeds = [loss, weight], [seed, -total * seed]
-            grads = self._backward(roots, seeds, wanted, grads)
+
+        def back(index: int) -> Named:
+            roots, seeds = [losses[index]], [seed]
+            if weights[index].requires_grad and seed is not None:
+                roots, seeds = [losses[index], weights[index]], [seed, -total * seed]
+            return self._backward(roots, seeds, wanted)
+
+        grads: Named = {}
+        for index, size in enumerate(sizes):
+            new = copies.run(index, size, functools.partial(back, index))
+            add = functools.partial(self._added, grads, new)
+            grads = sums.run(index, 0, add, (grads, new))
         return parts, total, grads
 
-    def _backward(
-        self,
-        roots: Tensors,
-        seeds: list[torch.Tensor | None],
-        wanted: dict[str, torch.Tensor],
-        grads: dict[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        """Gradients of this micro-batch added to those of earlier ones."""
+    def _backward(self, roots: Tensors, seeds: list[torch.Tensor | None], wanted: Named) -> Named:
+        """Gradients of this micro-batch, of those that have any."""
         if not wanted or (self._recorder is not None and not self._recorder.sees_backward()):
             return {}
         self.tagger.stage = "backward"
-        new = torch.autograd.grad(roots, list(wanted.values()), seeds, allow_unused=True)
-        total = dict(grads)
-        for name, grad in zip(wanted, new, strict=True):
-            if grad is None:
-                continue
+        made = torch.autograd.grad(roots, list(wanted.values()), seeds, allow_unused=True)
+        self.tagger.stage = "forward"
+        grads = {n: grad for n, grad in zip(wanted, made, strict=True) if grad is not None}
+        for name, grad in grads.items():
             if grad.layout != torch.strided:
                 raise CaptureError(
                     f"Sparse gradients are not supported: {name!r} gets one. Set sparse=False."
                 )
+        return grads
+
+    def _added(self, total: Named, grads: Named) -> Named:
+        """Gradients of a micro-batch added to those of earlier ones."""
+        total = dict(total)
+        for name, grad in grads.items():
             with torch.no_grad(), self._owned(name.rpartition(".")[0], "backward"):
                 total[name] = total[name] + grad if name in total else grad
-        self.tagger.stage = "forward"
-        return {n: total[n] for n in wanted if n in total}
+        return total
 
     # ---- update
 

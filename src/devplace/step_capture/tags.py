@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -47,6 +47,20 @@ class Tag(NamedTuple):
     draw: int = -1
     block: int = -1
     is_recomputed: bool = False
+
+
+class Marks(NamedTuple):
+    """How far the numbers of tags have come.
+
+    Attributes:
+        calls: Calls of each module so far.
+        block: Calls of blocks that are computed again.
+        draw: Position of the next draw.
+    """
+
+    calls: Mapping[str, int]
+    block: int
+    draw: int
 
 
 @cache
@@ -132,6 +146,21 @@ class Tagger:
         self.draws = Draws()  # the rehearsal has left torch's generator elsewhere
         self.draws.start()
 
+    def marks(self) -> Marks:
+        """How far the numbers of tags have come."""
+        return Marks(dict(self._calls), self._block_calls, self.draws.place)
+
+    def move_to(self, marks: Marks) -> None:
+        """Go on from there."""
+        self._calls, self._block_calls = dict(marks.calls), marks.block
+        self.draws.move_to(marks.draw)
+
+    def count(self) -> None:
+        """Tell how many nodes there are, now and then: there is one more."""
+        self._count += 1
+        if self._progress is not None and self._count % _PROGRESS_EVERY == 0:
+            self._progress("trace", self._count)
+
     @contextlib.contextmanager
     def module_hooks(self) -> Iterator[None]:
         """Follow module calls through global hooks, so that no module is touched."""
@@ -204,9 +233,7 @@ class Tagger:
             node.meta["tag"] = self.newest = tag
             if self.fixed is None and is_random(node):
                 node.meta["tag"] = tag._replace(draw=self._draw(tag))
-            self._count += 1
-            if self._progress is not None and self._count % _PROGRESS_EVERY == 0:
-                self._progress("trace", self._count)
+            self.count()
             return node
 
         tracer.create_node = create_node

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 
 @contextlib.contextmanager
@@ -51,6 +52,7 @@ def trace_settings(device_type: str) -> Iterator[None]:
         if torch.get_default_device().type == "meta":
             stack.enter_context(torch.device(device_type))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(_use_lazy_graph_module(True))  # nobody reads its Python code
         stack.enter_context(_silent("torch._subclasses.fake_tensor"))
         # Checkpointing keeps the state of GPUs' generators, too; draws are counted by the CPU's.
         keep = torch.utils.checkpoint.get_device_states

@@ -148,7 +148,7 @@ class _Reference:
     def told_of(self, request: CaptureRequest) -> _Reference:
         """The same, for a request that may be cut otherwise."""
         other = copy(self)
-        other._request = replace(request, is_compared=True)
+        other._request = replace(request, is_compared=bool(self._expected))
         return other
 
     def ways(self) -> Iterator[CaptureRequest]:

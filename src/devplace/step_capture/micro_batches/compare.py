@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from devplace.device_kinds import is_host
 from devplace.step_capture.analysis import results
@@ -44,7 +45,7 @@ def part(gm: torch.fx.GraphModule, wanted: Sequence[Node]) -> torch.fx.GraphModu
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
-    return torch.fx.GraphModule(gm, graph)
+    return _LazyGraphModule(gm, graph)
 
 
 @dataclass(frozen=True)
