@@ -212,7 +212,8 @@ class Copies:
     def _trace(self, parts: list[_Part], function: Callable[[], Made], read: list[Any]) -> Made:
         graph = self._tracer.graph
         constants = {node.target for node in graph.find_nodes(op="get_attr")}
-        last, before, sources = next(reversed(graph.nodes)), self._tagger.marks(), self._slots.get()
+        last = next(iter(reversed(graph.nodes)))  # no iterator yet before torch 2.13
+        before, sources = self._tagger.marks(), self._slots.get()
         made = function()
         nodes = []
         while last.next.op != "root":
