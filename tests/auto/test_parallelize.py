@@ -73,6 +73,7 @@ def test_training_in_eval_mode_is_noted(is_training: bool) -> None:
         assert ("trained in eval mode" in str(step)) is not is_training
     with dp.parallelize(model, batch, loss, confirm=False, **QUICK) as step:
         assert "trained in eval mode" not in str(step)
+        assert ("trains nothing" in str(step)) is is_training
 
 
 @pytest.mark.parametrize(("steps", "is_noted"), [(24, True), (4, False)])
@@ -370,7 +371,7 @@ def test_what_does_not_fit_is_computed_again() -> None:
     [
         ({"micro_batches": 0}, InputError, "positive number or 'auto'"),
         ({"micro_batches": "two"}, InputError, "'two'"),
-        ({"machine": 0}, MachineError, "cpu_devices"),
+        ({"machine": 0}, MachineError, "logical CPU devices"),
         ({"machine": "h100x99999"}, MachineError, "99999"),
         ({"machine": 1.5}, MachineError, "1.5"),
         ({"budget": "soon"}, InputError, "soon"),

@@ -77,6 +77,8 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["plan", "mlp.py:build", "--pins-from", "twice.json"], 2, ["twice.json names '0' twice"]),
     (["plan", "mlp.py:build", "--recompute"], 2, ["repeats nothing. Leave --recompute out"]),
     (["plan", "mlp.py:build", "--optimizer", "adam:amsgrad='yes'"], 2, ["True or False"]),
+    (["plan", "mlp.py:build", "--optimizer", "adam:lrr=1"], 2, ["'lrr'", "mean 'lr'", "betas"]),
+    (["plan", "mlp.py:build", "--machine", "no.toml"], 2, ["no.toml", "Check the path", "-o FILE"]),
     (["machines", "bad.toml"], 2, ["bad.toml:6"]),
     (["machines", "cyclic.toml"], 2, ["cyclic.toml"]),
 ]

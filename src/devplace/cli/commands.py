@@ -14,6 +14,7 @@ import click
 
 from devplace import __version__
 from devplace.cli.terminal import shows_control_characters
+from devplace.errors import did_you_mean
 
 if TYPE_CHECKING:
     from devplace.cli.planning import Outputs
@@ -36,12 +37,30 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise self._no_such_option(error) from None
         except BrokenPipeError:  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
         except KeyboardInterrupt:
             click.echo("\nAborted!", err=True)
             ctx.exit(130)
+
+    def _no_such_option(self, error: click.NoSuchOption) -> click.UsageError:
+        """The error with what is meant: an option spelt much like it, or one of other commands."""
+        own = _options_of(error.ctx.command) if error.ctx else set()
+        name = error.option_name
+        others = [f"`devplace {n}`" for n, c in self.commands.items() if name in _options_of(c)]
+        verb = "have" if len(others) > 1 else "has"
+        where = f" {', '.join(others)} {verb} it." if others else ""
+        return click.UsageError(
+            f"No such option {name!r}.{did_you_mean(name, own)}{where}", ctx=error.ctx
+        )
+
+
+def _options_of(command: click.Command) -> set[str]:
+    """Names of a command's options, as they are written."""
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -17,7 +17,7 @@ from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Device, Machine
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
-from devplace.units import format_bytes
+from devplace.units import format_bytes, format_time
 
 FORMAT = "devplace plan"
 FORMAT_VERSION = 1
@@ -66,7 +66,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True):
     order: dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Device of every op, and the order of ops on every device.
 
@@ -90,7 +90,12 @@ class Plan:
     predicted: Prediction
     fingerprints: Fingerprints
     request: dict[str, Any] = field(default_factory=dict)
-    problem: Problem | None = field(default=None, compare=False, repr=False)
+    problem: Problem | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        used = ", ".join(self.device_names[device] for device in sorted(set(self.placement)))
+        step = format_time(self.predicted.step_ns)
+        return f"Plan({len(self.ops)} ops on {used}, predicted {step} per step)"
 
     def as_placement(self) -> Placement:
         """Placement and order as the simulator takes them.
