@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from tests.cli.runner import MLP, devplace, folder, refused
@@ -457,3 +458,12 @@ def test_an_unknown_option_names_one_like_it_or_the_commands_that_have_it(
     found = CliRunner().invoke(commands.devplace, words)
     assert found.exit_code == 2
     assert found.output.splitlines()[-1] == f"Error: {told}"
+
+
+def test_every_option_says_what_it_is() -> None:
+    """Each has a help text, and each command a line that the overview shows whole."""
+    for name, command in commands.devplace.commands.items():
+        assert not command.get_short_help_str(limit=60).endswith("..."), name
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert option.help, (name, option.name)

@@ -229,7 +229,10 @@ def load_plan(path: str | Path) -> Plan:
         data = read_whole(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"Cannot read plan {path}: {reason}. Check the path.") from error
+        raise PlanError(
+            f"Cannot read plan {path}: {reason}. Check the path; `devplace plan MODEL -o "
+            "FILE` writes plans."
+        ) from error
     return plan_from_json(data, str(path))
 
 
@@ -239,7 +242,8 @@ def plan_from_json(data: bytes, path: str) -> Plan:
         found = decode_json(data, _PlanFile)
     except ValueError as error:
         raise PlanError(
-            f"{path} is not a whole devplace plan: {error}. Make the plan again."
+            f"{path} is not a whole devplace plan: {error}. Make one with `devplace plan "
+            "MODEL -o FILE`."
         ) from error
     if found.format != FORMAT or found.version != FORMAT_VERSION:
         raise PlanError(

@@ -136,10 +136,14 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
 
 def _more_of_bound(limits: Limits) -> str:
     """What else the lower bound is made of, where that raises it."""
-    is_more = limits.combined_ns > max(limits.chain_ns, limits.load_ns)
-    both = f", both together {format_time(limits.combined_ns)}" if is_more else ""
-    batch = format_time(limits.bound_batch_ns)
-    return both + (f"; {batch} to copy the batch come before" if limits.bound_batch_ns else "")
+    parts = [format_time(ns) for ns in (limits.chain_ns, limits.load_ns)]
+    both, batch = format_time(limits.combined_ns), limits.bound_batch_ns
+    text = ""
+    if limits.combined_ns > max(limits.chain_ns, limits.load_ns) and both not in parts:
+        text = f", both together {both}"
+    if batch and batch >= WORTH_TELLING * limits.lower_bound_ns:
+        text += f"; before them {format_time(batch)} to copy the batch"
+    return text
 
 
 def _batch_text(timeline: Timeline) -> str:
