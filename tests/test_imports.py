@@ -33,6 +33,7 @@ USE_TORCH = (
     "cost/index_values",
     "research/",
     "run/",
+    "tune/",
     "auto/",
     "workloads/",
 )

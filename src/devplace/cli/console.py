@@ -25,11 +25,13 @@ class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """Print texts and tables; control characters in them are shown, not sent.
 
-        Tables get the width that their figures need, so that none is cut.
+        Tables get the width that their figures need, so that none is cut; those with columns that
+        fold do without.
         """
         whole = self.options.update(max_width=_WHOLE)
-        for table in filter(lambda item: isinstance(item, Table), objects):
-            self.width = max(self.width, Measurement.get(self, whole, table).minimum)
+        for table in objects:
+            if isinstance(table, Table) and all(c.overflow != "fold" for c in table.columns):
+                self.width = max(self.width, Measurement.get(self, whole, table).minimum)
         super().print(*map(_shown, objects), **options)
 
 
