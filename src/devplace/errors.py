@@ -148,12 +148,14 @@ class DeviceLostError(ExecutionError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest of `known`, whatever its case, or an empty text.
 
+    Dashes of options count for nothing: all have them.
+
     Example:
         >>> did_you_mean("H100x", ["h100x4", "v100x4"])
         " Did you mean 'h100x4'?"
     """
     import difflib  # only mistakes need it
 
-    written = {word.lower(): word for word in known}
-    close = difflib.get_close_matches(str(name).lower(), written, n=1)
+    written = {word.lower().lstrip("-"): word for word in known}
+    close = difflib.get_close_matches(str(name).lower().lstrip("-"), written, n=1)
     return f" Did you mean {written[close[0]]!r}?" if close else ""

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import devplace as dp
+from devplace.auto import parallel_job, step_notes
 from devplace.auto import parallelize as module
-from devplace.auto import step_notes
 from devplace.auto.budget_clock import BudgetClock
 from devplace.errors import (
     CaptureError,
@@ -73,6 +73,7 @@ def test_training_in_eval_mode_is_noted(is_training: bool) -> None:
         assert ("trained in eval mode" in str(step)) is not is_training
     with dp.parallelize(model, batch, loss, confirm=False, **QUICK) as step:
         assert "trained in eval mode" not in str(step)
+        assert ("trains nothing" in str(step)) is is_training
 
 
 @pytest.mark.parametrize(("steps", "is_noted"), [(24, True), (4, False)])
@@ -227,13 +228,13 @@ def test_verify_compares_with_the_unplaced_step(monkeypatch: pytest.MonkeyPatch)
     """`verify` runs the check of the chosen plan before it is returned; a note says what was
     compared with an eager step."""
     checked = []
-    real = module.check
+    real = parallel_job.check
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         checked.append(real(*args, **kwargs))
         return checked[-1]
 
-    monkeypatch.setattr(module, "check", noted)
+    monkeypatch.setattr(parallel_job, "check", noted)
     model, batch, loss = tagger()
     with dp.parallelize(model, batch, loss, adam(model), verify=True, **QUICK) as step:
         assert f"note: {checked[0].beside_own}" in str(step)
@@ -293,7 +294,7 @@ def test_where_nothing_is_measured_in_time_the_best_predicted_is_used(
 @pytest.mark.slow
 def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that ran in its own process may not fit beside the model; then the next one does."""
-    real, calls = module.compile, []
+    real, calls = parallel_job.compile, []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -301,7 +302,7 @@ def test_the_next_best_is_used_when_the_best_fails_here(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "compile", failing)
+    monkeypatch.setattr(parallel_job, "compile", failing)
     model, batch, loss = tagger()
     with dp.parallelize(model, batch, loss, adam(model), **QUICK) as step:
         assert step.confirmation is not None
@@ -370,7 +371,7 @@ def test_what_does_not_fit_is_computed_again() -> None:
     [
         ({"micro_batches": 0}, InputError, "positive number or 'auto'"),
         ({"micro_batches": "two"}, InputError, "'two'"),
-        ({"machine": 0}, MachineError, "cpu_devices"),
+        ({"machine": 0}, MachineError, "logical CPU devices"),
         ({"machine": "h100x99999"}, MachineError, "99999"),
         ({"machine": 1.5}, MachineError, "1.5"),
         ({"budget": "soon"}, InputError, "soon"),

@@ -77,7 +77,17 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["plan", "mlp.py:build", "--pins-from", "twice.json"], 2, ["twice.json names '0' twice"]),
     (["plan", "mlp.py:build", "--recompute"], 2, ["repeats nothing. Leave --recompute out"]),
     (["plan", "mlp.py:build", "--optimizer", "adam:amsgrad='yes'"], 2, ["True or False"]),
+    (["plan", "mlp.py:build", "--optimizer", "adam:lrr=1"], 2, ["'lrr'", "mean 'lr'", "betas"]),
+    (["plan", "mlp.py:build", "--machine", "no.toml"], 2, ["no.toml", "Check the path", "-o FILE"]),
     (["machines", "bad.toml"], 2, ["bad.toml:6"]),
+    (
+        ["plan", "mlp.py:build", "--limit", "cpu:0=4GB,cpu:1=4GB"],
+        2,
+        ["cuda:0=20GiB at a time", "--limit cpu:0=4GB --limit"],
+    ),
+    (["plan", "mlp.py:build", "--exclude", "cpu:0,cpu:1"], 2, ["one device at a time"]),
+    (["plan", "plan.json"], 2, ["explain, run and trace"]),
+    (["explain", "mlp.py:build"], 2, ["`devplace plan MODEL -o FILE` writes plans"]),
     (["machines", "cyclic.toml"], 2, ["cyclic.toml"]),
 ]
 

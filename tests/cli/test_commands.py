@@ -8,10 +8,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from tests.cli.runner import MLP, devplace, folder, refused
 
-from devplace.cli import main
+from devplace.cli import commands, main
 from devplace.machine import load_machine
 
 __all__ = ["folder"]
@@ -434,3 +436,34 @@ def test_debugging_is_off_where_its_variable_says_so(
     with pytest.raises(RuntimeError if shows else SystemExit):
         main()
     assert ("internal error: RuntimeError: a fault" in capsys.readouterr().err) != shows
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plan", "x", "--bugdet", "9ev"], "No such option '--bugdet'. Did you mean '--budget'?"),
+        (["plan", "x", "--evaluations", "9"], "No such option '--evaluations'."),
+        (["run", "x", "--confirm"], "No such option '--confirm'. `devplace plan` has it."),
+        (
+            ["trace", "x", "--budget", "9ev"],
+            "No such option '--budget'. `devplace plan`, `devplace compare`, `devplace bench` have "
+            "it.",
+        ),
+    ],
+)
+def test_an_unknown_option_names_one_like_it_or_the_commands_that_have_it(
+    words: list[str], told: str
+) -> None:
+    """Only options spelt much alike are suggested, however alike their dashes are."""
+    found = CliRunner().invoke(commands.devplace, words)
+    assert found.exit_code == 2
+    assert found.output.splitlines()[-1] == f"Error: {told}"
+
+
+def test_every_option_says_what_it_is() -> None:
+    """Each has a help text, and each command a line that the overview shows whole."""
+    for name, command in commands.devplace.commands.items():
+        assert not command.get_short_help_str(limit=60).endswith("..."), name
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert option.help, (name, option.name)

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 from tests.cli.runner import devplace
 
+from devplace.cli.console import console
 from devplace.cli.terminal import raw, shown, shows_control_characters
 
 BAD = "x\x1b]0;title\x07\x1b[2J\x9b31m\r\u202e"
@@ -120,3 +122,13 @@ def test_a_terminal_gets_styles_but_no_controls_of_names(machine: Path) -> None:
     assert b"\x1b[2J" not in said
     assert b"\x1b]0;" not in said
     assert b"\x07" not in said
+
+
+def test_no_figure_of_a_table_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table whose figures need more than the terminal has is printed as wide as they are."""
+    table = Table()
+    for number in range(12):
+        table.add_column(f"c{number}", no_wrap=True)
+    table.add_row(*["1,234,567,890"] * 12)
+    console().print(table)
+    assert capsys.readouterr().out.count("1,234,567,890") == 12

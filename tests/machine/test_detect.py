@@ -73,7 +73,7 @@ def test_more_devices_than_cores_share_the_speed():
 
 def test_number_of_devices_must_be_positive():
     """Zero devices are refused."""
-    with pytest.raises(MachineError, match="cpu_devices must be positive, got 0"):
+    with pytest.raises(MachineError, match="devices must be positive, got 0"):
         detect(cpu_devices=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from devplace.cost import CostTable
+from devplace.cost import Analytic, CostTable
 from devplace.errors import InfeasibleError, InputError, ProblemError
 from devplace.graph import Op
 from devplace.graph.patterns import matches
@@ -453,3 +454,28 @@ def test_a_channel_is_held_for_bytes_by_bandwidth() -> None:
     held = dict(zip(sizes, wires.transfers.channel_ns[row].tolist(), strict=True))
     assert [taken[size] for size in (9, 10, 11)] == [5, 20, 21]
     assert [held[size] for size in (9, 10, 11)] == [5, 10, 11]
+
+
+def test_what_is_no_graph_machine_or_costs_is_refused_with_the_way_to_one() -> None:
+    """A model, a machine's name and plain numbers are what is given by mistake."""
+    problem = make()
+    graph, machine, costs = problem.graph, problem.machine, problem.costs
+    wrong: list[tuple[Any, str]] = [
+        (lambda: Problem("model", machine, costs), "dp.capture"),  # type: ignore[arg-type]
+        (lambda: Problem(graph, "cpux2", costs), "load_machine('cpux2')"),  # type: ignore[arg-type]
+        (lambda: Problem(graph, machine, [[1]]), "dp.Analytic()"),  # type: ignore[arg-type]
+        (lambda: Analytic()("model", machine), "dp.capture"),  # type: ignore[arg-type]
+        (lambda: Analytic()(graph, 2), "load_machine(NAME)"),  # type: ignore[arg-type]
+    ]
+    for call, way in wrong:
+        with pytest.raises(InputError, match=re.escape(way)):
+            call()
+
+
+def test_graphs_plans_and_results_are_shown_in_a_line() -> None:
+    """What a step has in numbers, not all its ops."""
+    result = place(make(), Single())
+    assert repr(result.timeline.problem.graph).endswith("with 6 ops, 6 tensors and 2 results)")
+    assert repr(result.plan) == "Plan(6 ops on cpu:0, predicted 11 ns per step)"
+    assert repr(result).startswith("Result(single: ")
+    assert "step 11 ns predicted" in repr(result)

@@ -9,6 +9,7 @@ from tests.report.steps import chain_graph, machine, make_problem, placed, rende
 
 from devplace.errors import InputError
 from devplace.report import Skipped, comparison_json, comparison_table
+from devplace.report.text_tables import memory_table
 
 
 def test_json_form_is_fixed() -> None:
@@ -104,3 +105,11 @@ def test_a_comparison_of_nothing_needs_the_problem() -> None:
     problem = make_problem(chain_graph(1), machine(1))
     assert "cuda:0 lacks 5 B" in rendered(comparison_table(skipped, problem=problem), 100)
     assert comparison_json(skipped, problem=problem)["rows"][0]["missing_bytes"] == {"cuda:0": 5}
+
+
+def test_limits_have_units_of_their_own() -> None:
+    """A step of KB beside a limit of GB: neither is written in the other's unit."""
+    problem = make_problem(chain_graph(2), machine(1, memory=4_290_000_000))
+    text = rendered(memory_table(placed(problem, default="cuda:0").timeline), 80)
+    assert "peak, KB" in text
+    assert "4.29 GB" in text

@@ -14,7 +14,13 @@ WORTH_STACKING = 20
 
 def step_notes(graph: Captured, plan: Plan) -> tuple[str, ...]:
     """All notes on a step and the plan it runs."""
-    return (*few_cores(plan), *in_eval_mode(graph), *could_stack(graph), *in_chunks(graph))
+    return (
+        *few_cores(plan),
+        *no_optimizer(graph),
+        *in_eval_mode(graph),
+        *could_stack(graph),
+        *in_chunks(graph),
+    )
 
 
 def few_cores(plan: Plan) -> tuple[str, ...]:
@@ -26,6 +32,16 @@ def few_cores(plan: Plan) -> tuple[str, ...]:
     return (
         f"each of {gpus} GPUs is fed by a thread of its own, but this process may use {cores} "
         f"core{'s' if cores > 1 else ''}: GPUs may run dry. Give it a core for each GPU",
+    )
+
+
+def no_optimizer(graph: Captured) -> tuple[str, ...]:
+    """A note where a loss was given and no optimizer, and the model is in training mode."""
+    if graph.meta["mode"] != "eval-loss" or not graph.meta["training"]:
+        return ()
+    return (
+        "no optimizer was given, so the step gives the loss and trains nothing. To train, give "
+        "an optimizer; to evaluate, call model.eval() first",
     )
 
 

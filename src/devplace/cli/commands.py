@@ -1,4 +1,4 @@
-"""The commands and their options."""
+"""The commands, and options that one of them has."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from devplace import __version__
+from devplace.cli.options import (
+    SEED,
+    learning_options,
+    plan_options,
+    problem_options,
+    step_options,
+)
 from devplace.cli.terminal import shows_control_characters
+from devplace.errors import did_you_mean
 
 if TYPE_CHECKING:
     from devplace.cli.planning import Outputs
     from devplace.cli.session import Given, PlanRequest
-
-SEED = click.IntRange(0, 2**63 - 1)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
@@ -36,12 +40,30 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise self._no_such_option(error) from None
         except BrokenPipeError:  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
         except KeyboardInterrupt:
             click.echo("\nAborted!", err=True)
             ctx.exit(130)
+
+    def _no_such_option(self, error: click.NoSuchOption) -> click.UsageError:
+        """The error with what is meant: an option spelt much like it, or one of other commands."""
+        own = _options_of(error.ctx.command) if error.ctx else set()
+        name = error.option_name
+        others = [f"`devplace {n}`" for n, c in self.commands.items() if name in _options_of(c)]
+        verb = "have" if len(others) > 1 else "has"
+        where = f" {', '.join(others)} {verb} it." if others else ""
+        return click.UsageError(
+            f"No such option {name!r}.{did_you_mean(name, own)}{where}", ctx=error.ctx
+        )
+
+
+def _options_of(command: click.Command) -> set[str]:
+    """Names of a command's options, as they are written."""
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,133 +76,6 @@ def devplace() -> None:
     3 infeasible, 4 verification failed, 5 plan does not match machine or
     model, 130 Ctrl-C.
     """
-
-
-_STEP_OPTIONS = [
-    click.argument("model"),
-    click.option("--seed", default=0, show_default=True, type=SEED),
-    click.option("--size", default="full", show_default=True, metavar="small|full"),
-    click.option("--batch", type=int, help="Samples per step; the model's own by default."),
-    click.option(
-        "--batch-dim",
-        multiple=True,
-        metavar="INPUT=DIM",
-        help="Dimension of an input's rows, as 1=1; mask=whole if it has none.",
-    ),
-    click.option(
-        "--compare-batches/--no-compare-batches",
-        default=True,
-        help="Refuse micro-batches that compute another loss than the whole batch (default).",
-    ),
-    click.option(
-        "--clip-grad-norm", type=float, metavar="NORM", help="Largest 2-norm of all gradients."
-    ),
-    click.option("--autocast", metavar="bfloat16", help="Dtype of the forward pass."),
-    click.option(
-        "--optimizer",
-        default="sgd",
-        show_default=True,
-        metavar="NAME[:OPTIONS]",
-        help="Of torch.optim, as adamw:lr=1e-3,weight_decay=0.1.",
-    ),
-    click.option(
-        "--limit", multiple=True, metavar="DEVICE=SIZE", help="Memory limit, as cuda:0=20GiB."
-    ),
-    click.option("--exclude", multiple=True, metavar="DEVICE", help="Do not use this device."),
-    click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that."),
-]
-"""What all commands take that capture a step."""
-
-
-def _problem_options(command: F) -> F:
-    options = [
-        click.option("--machine", default="detect", show_default=True, metavar="NAME|FILE"),
-        click.option("--budget", default="30s", show_default=True, metavar="30s|2000ev"),
-        click.option(
-            "--micro-batches", default=1, show_default=True, type=int, help="Chunks of the batch."
-        ),
-        click.option(
-            "--fuse/--no-fuse",
-            default=None,
-            help="Ops that one compiled kernel can compute are one op; default: for GPUs that "
-            "PyTorch's compiler makes kernels for.",
-        ),
-        click.option(
-            "--stack-gradients/--no-stack-gradients",
-            default=None,
-            help="One product for the gradient of a weight used many times; default: as --fuse.",
-        ),
-        click.option(
-            "--recompute",
-            is_flag=True,
-            help="Compute repeated blocks again in the backward pass: less memory, more time.",
-        ),
-        click.option(
-            "--objective",
-            default="latency",
-            show_default=True,
-            metavar="latency|throughput",
-            help="Time of one step, or largest device load when steps of many batches overlap.",
-        ),
-        click.option(
-            "--pin", multiple=True, metavar="PATTERN=DEVICE", help="As 'encoder.*=cuda:1'."
-        ),
-        click.option(
-            "--pins-from",
-            metavar="MAP.json",
-            type=click.Path(path_type=Path),
-            help="Pins of a device map, after those of --pin.",
-        ),
-        click.option(
-            "--cpu",
-            "uses_cpu",
-            is_flag=True,
-            help="Ops may go to CPUs beside GPUs, too.",
-        ),
-        *_STEP_OPTIONS,
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _step_options(command: F) -> F:
-    for option in reversed(_STEP_OPTIONS):
-        command = option(command)
-    return command
-
-
-def _learning_options(command: F) -> F:
-    options = [
-        click.option(
-            "--log-dir",
-            type=click.Path(path_type=Path),
-            help="Curves and checkpoints of placers that learn.",
-        ),
-        click.option(
-            "--resume",
-            is_flag=True,
-            help="Go on from the checkpoint of the same run in --log-dir, if it has one.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _plan_options(command: F) -> F:
-    options = [
-        click.option(
-            "--machine", metavar="NAME|FILE", help="Default: the machine the plan was made for."
-        ),
-        click.option("--model", metavar="FILE:FUNCTION", help="In place of the one PLAN names."),
-        click.option(
-            "--trust", is_flag=True, help="Run the Python file PLAN names, wherever PLAN is from."
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _given(values: dict[str, Any]) -> Given:
@@ -231,7 +126,7 @@ def workloads(as_json: bool) -> None:
     )
 
 
-@devplace.command()
+@devplace.command(short_help="List known cards, or show a machine.")
 @click.argument("name", required=False)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a machine file here.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
@@ -247,7 +142,7 @@ def machines(name: str | None, output: Path | None, as_json: bool) -> None:
         show.machine(name, output, as_json)
 
 
-@devplace.command()
+@devplace.command(short_help="Check and measure the links of this machine.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a machine file here.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
 def probe(output: Path | None, as_json: bool) -> None:
@@ -257,15 +152,21 @@ def probe(output: Path | None, as_json: bool) -> None:
     _show(probing.probe(output), as_json)
 
 
-@devplace.command()
-@_problem_options
-@click.option("--placer", default="search", show_default=True, metavar="NAME|FILE:FUNCTION")
+@devplace.command(short_help="Plan one training step, or an inference.")
+@problem_options
+@click.option(
+    "--placer",
+    default="search",
+    show_default=True,
+    metavar="NAME|FILE:FUNCTION",
+    help="As search, layers or heft; FILE:FUNCTION makes one of yours.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")
 @click.option(
     "--confirm", is_flag=True, help="Run the best few plans here and take the fastest measured."
 )
-@_learning_options
+@learning_options
 def plan(**values: Any) -> None:
     """Plan one training step of MODEL (a workload, or a file.py:function that returns model, inputs
     and loss function), or an inference (one that returns model and inputs; .onnx, .pt2)."""
@@ -282,8 +183,8 @@ def plan(**values: Any) -> None:
     _show(outcome, values["as_json"])
 
 
-@devplace.command()
-@_problem_options
+@devplace.command(short_help="Plan with several placers, and compare them.")
+@problem_options
 @click.option(
     "--placers",
     default="plain",
@@ -293,7 +194,7 @@ def plan(**values: Any) -> None:
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best plan here.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with the timeline.")
-@_learning_options
+@learning_options
 def compare(**values: Any) -> None:
     """Plan MODEL with several placers on the same budget, and compare them."""
     from devplace.cli import planning
@@ -304,8 +205,8 @@ def compare(**values: Any) -> None:
     _show(outcome, values["as_json"])
 
 
-@devplace.command()
-@_step_options
+@devplace.command(short_help="Does a step fit, on how many GPUs, and what if not.")
+@step_options
 @click.option("--machine", metavar="NAME|FILE", help="Default: detect, or only those of --cards.")
 @click.option(
     "--cards", default="", metavar="a100x2,rtx4090x4", help="Compare these machines, too."
@@ -321,12 +222,26 @@ def fit(as_json: bool, machine: str | None, cards: str, **values: Any) -> None:
     _show(fitting.fit(_request(values), [*first, *machines], values["seed"]), as_json)
 
 
-@devplace.command()
+@devplace.command(short_help="Solve published instances.")
 @click.argument("specs", metavar="SUITE|FILE...", nargs=-1, required=True)
-@click.option("--placer", default="search", show_default=True)
+@click.option("--placer", default="search", show_default=True, help="As search or exact.")
 @click.option("--budget", default="30s", show_default=True, help="For each instance.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
-@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 2**31 - 1),
+    metavar="NUMBER",
+    help="The same seed and evaluations give the same solutions.",
+)
+@click.option(
+    "--threads",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="NUMBER",
+    help="At most; with a budget in evaluations one is used.",
+)
 @click.option("--objective", default="", metavar="throughput|latency", help="Of Tarnawski files.")
 @click.option("--devices", type=click.IntRange(min=0), help="Accelerators, in place of the file's.")
 @click.option("--cpus", type=click.IntRange(min=0), help="CPUs, in place of the file's.")
@@ -349,9 +264,9 @@ def bench(specs: tuple[str, ...], as_json: bool, **values: Any) -> None:
     _show(benching.run(specs, changes=changes, **chosen), as_json)
 
 
-@devplace.command()
+@devplace.command(short_help="Say where each module is and why.")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@_plan_options
+@plan_options
 @click.option("--device-map", is_flag=True, help="Only the map of modules to devices, as JSON.")
 @click.option(
     "--split-points",
@@ -385,17 +300,25 @@ def explain(
         _show(outcome, as_json)
 
 
-@devplace.command()
+@devplace.command(short_help="Run a plan and check it.")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="NUMBER",
+    help="How many are run and compared.",
+)
 @click.option(
     "--seed",
     default=0,
     show_default=True,
     type=SEED,
+    metavar="NUMBER",
     help="Of dropout and the like.",
 )
-@_plan_options
+@plan_options
 @click.option("--deviations", is_flag=True, help="Where planned and measured times differ most.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
 def run(
@@ -408,10 +331,16 @@ def run(
     _show(running.run(plan_file, steps, seed, _given(values), deviations), as_json)
 
 
-@devplace.command()
+@devplace.command(short_help="Write a plan's timeline as a Chrome trace.")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-@_plan_options
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Write the timeline here, as trace.json.",
+)
+@plan_options
 @click.option("--deviations", is_flag=True, help="Where planned and measured times differ most.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, and only that.")
 def trace(plan_file: Path, output: Path, deviations: bool, as_json: bool, **values: Any) -> None:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +14,7 @@ from devplace.cli.terminal import raw, shown
 
 MIN_WIDTH = 80
 """Narrower tables would drop columns; terminals break lines themselves."""
+_WHOLE = 1000  # columns within which every table of ours is whole
 
 
 class _Console(Console):
@@ -21,7 +23,15 @@ class _Console(Console):
         raise BrokenPipeError
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print texts and tables; control characters in them are shown, not sent."""
+        """Print texts and tables; control characters in them are shown, not sent.
+
+        Tables get the width that their figures need, so that none is cut; those with columns that
+        fold do without.
+        """
+        whole = self.options.update(max_width=_WHOLE)
+        for table in objects:
+            if isinstance(table, Table) and all(c.overflow != "fold" for c in table.columns):
+                self.width = max(self.width, Measurement.get(self, whole, table).minimum)
         super().print(*map(_shown, objects), **options)
 
 

@@ -89,7 +89,13 @@ def make_optimizer(text: str, parameters: Sequence[Any]) -> Any:
         raise InputError(f"torch {torch.__version__} has no optimizer {_BY_NAME[name]}.")
     known = inspect.signature(made).parameters
     for key, value in options.items():
-        if key in known and not _is_like(value, known[key]):
+        if key not in known:
+            names = [name for name in known if name != "params"]
+            raise InputError(
+                f"--optimizer {text}: torch.optim.{made.__name__} has no option {key!r}."
+                f"{did_you_mean(key, names)} Known: {', '.join(names)}."
+            )
+        if not _is_like(value, known[key]):
             raise InputError(
                 f"--optimizer {text}: {key} must be {_kind(known[key])}, got {value!r}. "
                 f"torch's own value is {known[key].default}."

@@ -186,6 +186,11 @@ def _pairs(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
         left, equals, right = text.rpartition("=")
         if not equals or not left or not right:
             raise InputError(f"{option} must look like {example}, got {text!r}.")
+        if "=" in left:
+            raise InputError(
+                f"{option} takes one {example} at a time, got {text!r}. Repeat the option: "
+                f"{option} {left.partition(',')[0]} {option} ...."
+            )
         if left in found:
             raise InputError(f"{option} names {left!r} twice. Keep one.")
         found[left] = right

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devplace.cost.table import CostTable
-from devplace.graph import Op, OpGraph
-from devplace.machine import Device, Machine
+from devplace.graph import Op, OpGraph, require_graph
+from devplace.machine import Device, Machine, require_machine
 from devplace.units import NS_PER_S
 
 FloatArray = NDArray[np.float64]
@@ -73,8 +73,13 @@ class Analytic:
         Returns:
             int64 nanoseconds, shape `[V, D]`; a device's column does not depend on the others.
 
+        Raises:
+            GraphError, MachineError: One of the two is something else.
+
         Complexity: O(V D) in numpy, after one pass over the ops in Python.
         """
+        require_graph(graph)
+        require_machine(machine)
         flops, moved, dtype, kind, is_free = _columns(graph)
         compute_ns = np.empty((len(graph.ops), len(machine.devices)), dtype=np.int64)
         for column, device in enumerate(machine.devices):

@@ -11,7 +11,7 @@ from devplace.graph.graph import OpGraph
 from devplace.graph.program import Program
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Captured(OpGraph):
     """A step as `capture` gives it: an `OpGraph` that can also be run.
 

@@ -152,7 +152,7 @@ class StepResult(msgspec.Struct, frozen=True):
     replaces: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OpGraph:
     """A whole step: ops in topological order, the tensors between them, and the results.
 
@@ -177,6 +177,12 @@ class OpGraph:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.name!r} with {len(self.ops)} ops, {len(self.tensors)} "
+            f"tensors and {len(self.results)} results)"
+        )
 
     @cached_property
     def producer(self) -> tuple[int, ...]:
@@ -245,6 +251,19 @@ class OpGraph:
     def num_edges(self) -> int:
         """Number of (tensor, consumer) pairs."""
         return sum(len(op.inputs) for op in self.ops)
+
+
+def require_graph(graph: object) -> None:
+    """Refuse what is no graph, such as the model itself.
+
+    Raises:
+        GraphError: Says what it is and how to get a graph.
+    """
+    if not isinstance(graph, OpGraph):
+        raise GraphError(
+            f"A graph must be an OpGraph, got {type(graph).__name__}. Capture the step: "
+            "dp.capture(model, batch, loss_fn, optimizer)."
+        )
 
 
 def _validate(graph: OpGraph) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from devplace.errors import MachineError
 from devplace.machine import presets, toml
 from devplace.machine.detect import detect
-from devplace.machine.machine import Device, Link, Machine, Pool, channels_of
+from devplace.machine.machine import Device, Link, Machine, Pool, channels_of, require_machine
 
 __all__ = [
     "Device",
@@ -20,6 +20,7 @@ __all__ = [
     "load_machine",
     "looks_like_file",
     "presets",
+    "require_machine",
     "toml",
 ]
 

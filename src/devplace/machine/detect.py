@@ -47,7 +47,8 @@ def detect(cpu_devices: int | None = None) -> Machine:
     """
     if cpu_devices is not None and cpu_devices < 1:
         raise MachineError(
-            f"cpu_devices must be positive, got {cpu_devices}. Leave it out to use one per core."
+            f"The number of logical CPU devices must be positive, got {cpu_devices}. Leave it out "
+            "to use one per core."
         )
     torch = _torch_with_gpus() if cpu_devices is None else None
     if torch is not None:

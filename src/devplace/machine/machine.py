@@ -396,3 +396,16 @@ def _validate_link(link: Link, names: set[str]) -> None:
             f"{owner}: points must have growing sizes and times that do not fall, got "
             f"{list(link.points)}. Measure again, or leave them out."
         )
+
+
+def require_machine(machine: object) -> None:
+    """Refuse what is no machine, such as its name.
+
+    Raises:
+        MachineError: Says what it is and how to get a machine.
+    """
+    if not isinstance(machine, Machine):
+        name = repr(machine) if isinstance(machine, str) else "NAME"
+        raise MachineError(
+            f"A machine must be a Machine, got {machine!r:.60}. Load it: dp.load_machine({name})."
+        )

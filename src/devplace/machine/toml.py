@@ -154,7 +154,10 @@ def load(path: str | Path) -> Machine:
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeError)
         reason = (getattr(error, "strerror", None) or error) if is_text else "it is not UTF-8 text"
-        raise MachineError(f"Cannot read machine file {str(path)!r}: {reason}.") from None
+        raise MachineError(
+            f"Cannot read machine file {str(path)!r}: {reason}. Check the path; `devplace machines "
+            f"NAME -o FILE` writes one to edit."
+        ) from None
     return loads(text, str(path))
 
 

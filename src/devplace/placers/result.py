@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,10 @@ from devplace.plan import Plan
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, Status, gap, status
+from devplace.units import format_time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What a placer found.
 
@@ -35,20 +36,27 @@ class Result:
         least_ns: A value of the objective that the search proved no placement can beat; 0: none.
     """
 
-    placement: Placement = field(repr=False)
-    timeline: Timeline = field(repr=False)
-    plan: Plan = field(repr=False)
+    placement: Placement
+    timeline: Timeline
+    plan: Plan
     placer: str
     seed: int
     evaluations: int
     seconds: float
-    history: tuple[tuple[int, float, int], ...] = field(repr=False)
+    history: tuple[tuple[int, float, int], ...]
     bound: LowerBound
     is_interrupted: bool = False
-    runners_up: tuple[Placement, ...] = field(default=(), repr=False)
-    notes: tuple[str, ...] = field(default=(), repr=False)
-    objective: Objective = field(default=LATENCY, repr=False)
-    least_ns: int = field(default=0, repr=False)
+    runners_up: tuple[Placement, ...] = ()
+    notes: tuple[str, ...] = ()
+    objective: Objective = LATENCY
+    least_ns: int = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Result({self.placer}: {self.status}, step {format_time(self.step_ns)} predicted, "
+            f"lower bound {format_time(self.bound.step_ns)}, {self.evaluations} evaluations in "
+            f"{self.seconds:.1f} s, seed {self.seed})"
+        )
 
     @property
     def step_ns(self) -> int:

@@ -17,7 +17,7 @@ from devplace.graph.serialize import fingerprint as graph_fingerprint
 from devplace.machine import Device, Machine
 from devplace.problem import Placement, Problem
 from devplace.simulator import Timeline, simulate
-from devplace.units import format_bytes
+from devplace.units import format_bytes, format_time
 
 FORMAT = "devplace plan"
 FORMAT_VERSION = 1
@@ -66,7 +66,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True):
     order: dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Device of every op, and the order of ops on every device.
 
@@ -90,7 +90,12 @@ class Plan:
     predicted: Prediction
     fingerprints: Fingerprints
     request: dict[str, Any] = field(default_factory=dict)
-    problem: Problem | None = field(default=None, compare=False, repr=False)
+    problem: Problem | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        used = ", ".join(self.device_names[device] for device in sorted(set(self.placement)))
+        step = format_time(self.predicted.step_ns)
+        return f"Plan({len(self.ops)} ops on {used}, predicted {step} per step)"
 
     def as_placement(self) -> Placement:
         """Placement and order as the simulator takes them.
@@ -224,7 +229,10 @@ def load_plan(path: str | Path) -> Plan:
         data = read_whole(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"Cannot read plan {path}: {reason}. Check the path.") from error
+        raise PlanError(
+            f"Cannot read plan {path}: {reason}. Check the path; `devplace plan MODEL -o "
+            "FILE` writes plans."
+        ) from error
     return plan_from_json(data, str(path))
 
 
@@ -234,7 +242,8 @@ def plan_from_json(data: bytes, path: str) -> Plan:
         found = decode_json(data, _PlanFile)
     except ValueError as error:
         raise PlanError(
-            f"{path} is not a whole devplace plan: {error}. Make the plan again."
+            f"{path} is not a whole devplace plan: {error}. Make one with `devplace plan "
+            "MODEL -o FILE`."
         ) from error
     if found.format != FORMAT or found.version != FORMAT_VERSION:
         raise PlanError(

@@ -23,9 +23,8 @@ def resolve_device(machine: Machine, name: str | int, where: str) -> str:
     if len(same) == 1:
         return same[0]
     known = machine.device_names
-    raise ProblemError(
-        f"Unknown device {name!r} in {where}.{did_you_mean(text, known)} Known: {', '.join(known)}."
-    )
+    hint = " Name one device at a time." if "," in text else did_you_mean(text, known)
+    raise ProblemError(f"Unknown device {name!r} in {where}.{hint} Known: {', '.join(known)}.")
 
 
 def require_mapping(name: str, value: object) -> None:

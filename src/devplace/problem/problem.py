@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from devplace.cost import CostTable
 from devplace.errors import ProblemError
-from devplace.graph import OpGraph
+from devplace.graph import OpGraph, require_graph
 from devplace.graph.coarsen import side_owner
 from devplace.graph.graph import BATCH_ON
-from devplace.machine import Machine
+from devplace.machine import Machine, require_machine
 from devplace.problem.core import Core, build_tasks, build_wires
 from devplace.problem.demands import Demands, demands_of
 from devplace.problem.device_names import require_mapping, resolve_device, without_memory
@@ -69,6 +69,14 @@ class Problem:
     def __post_init__(self) -> None:
         for name, value in (("limits", self.limits), ("pins", self.pins)):
             require_mapping(name, value)
+        require_graph(self.graph)
+        require_machine(self.machine)
+        if not isinstance(self.costs, CostTable):
+            got = type(self.costs).__name__
+            raise ProblemError(
+                f"Costs must be a CostTable, got {got}. Price the graph: dp.Analytic()(graph, "
+                "machine)."
+            )
         shape = (len(self.graph.ops), len(self.machine.devices))
         if self.costs.compute_ns.shape != shape:
             raise ProblemError(

@@ -100,9 +100,16 @@ class Deviations:
     def tables(self, most: int = 10) -> list[Table]:
         """Tables for a terminal, of the `most` largest of each list."""
         step_ns = self.step.measured_ns
-        found = [_table("Devices", "what", (self.step, *self.devices), step_ns)]
+        found = [
+            _table(
+                "Devices, in one step with every op timed",
+                "what",
+                (self.step, *self.devices),
+                step_ns,
+            )
+        ]
         lists = [("Kinds of ops", "op", self.kinds), ("Ops", "op", self.ops)]
-        lists += [("Links", "transfers", self.links), ("Transfers", "tensor", self.transfers)]
+        lists += [("Links", "what", self.links), ("Transfers", "tensor", self.transfers)]
         for title, head, rows in lists:
             if rows:
                 of = f", {most} largest of {len(rows)}" if len(rows) > most else ""

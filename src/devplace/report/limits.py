@@ -29,6 +29,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lower_bound_ns: No plan can be faster.
         chain_ns: Longest chain of ops, with what must cross links (`critical_path_ns`).
         load_ns: All work shared out perfectly.
+        combined_ns: The best of both together, with what memory adds.
+        bound_batch_ns: Copies of the batch that no plan is without, before its first op.
         single_ns: Best step on one device (`best_single`).
         single_fits: Whether that is within its memory limit.
         path_compute_ns: Time of the ops on the plan's critical path.
@@ -43,6 +45,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lower_bound_ns: int
     chain_ns: int
     load_ns: int
+    combined_ns: int
+    bound_batch_ns: int
     single_ns: int
     single_fits: bool
     path_compute_ns: int
@@ -85,6 +89,8 @@ def find_limits(timeline: Timeline, bound: LowerBound | None = None) -> Limits:
         lower_bound_ns=bound.step_ns,
         chain_ns=bound.critical_path_ns,
         load_ns=bound.load_ns,
+        combined_ns=bound.combined_ns,
+        bound_batch_ns=bound.batch_ns,
         single_ns=single.makespan_ns,
         single_fits=single.is_feasible,
         path_compute_ns=compute,
@@ -123,8 +129,21 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
     return (
         f"{first} {_modules(limits, 'Most')}. It uses {used} of {usable} devices; no plan can "
         f"be below {format_time(limits.lower_bound_ns)} (longest chain {chain}, work shared out "
-        f"{load}), one device takes {format_time(limits.single_ns)}{fits}.{rest}"
+        f"{load}{_more_of_bound(limits)}), one device takes {format_time(limits.single_ns)}{fits}."
+        f"{rest}"
     )
+
+
+def _more_of_bound(limits: Limits) -> str:
+    """What else the lower bound is made of, where that raises it."""
+    parts = [format_time(ns) for ns in (limits.chain_ns, limits.load_ns)]
+    both, batch = format_time(limits.combined_ns), limits.bound_batch_ns
+    text = ""
+    if limits.combined_ns > max(limits.chain_ns, limits.load_ns) and both not in parts:
+        text = f", both together {both}"
+    if batch and batch >= WORTH_TELLING * limits.lower_bound_ns:
+        text += f"; before them {format_time(batch)} to copy the batch"
+    return text
 
 
 def _batch_text(timeline: Timeline) -> str:

@@ -138,12 +138,13 @@ def memory_table(timeline: Timeline) -> Table:
     table = plain_table(title)
     table.add_column("device", no_wrap=True)
     for name in (*heads, "peak", "limit"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for row in rows:
-        sizes = [*(row.parts[name] for name in shown), row.peak_bytes, row.limit_bytes]
+        sizes = [_size(n, unit) for n in (*(row.parts[name] for name in shown), row.peak_bytes)]
+        limit = format_bytes(row.limit_bytes)
         lacks = f"lacks {format_bytes(row.missing_bytes)}" if row.missing_bytes else "yes"
-        table.add_row(Text(row.device), *(_size(n, unit) for n in sizes), lacks)
+        table.add_row(Text(row.device), *sizes, limit, lacks)
     pools = {n: b for n, b in timeline.missing_bytes.items() if n not in {r.device for r in rows}}
     if pools:
         table.caption = Text(f"Shared memory: {missing_text(pools)}.")

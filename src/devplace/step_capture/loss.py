@@ -196,8 +196,10 @@ def _one_number(loss: Any) -> torch.Tensor:
         return _scalar(loss)
     is_tensor = isinstance(loss, torch.Tensor)
     got = f"shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+    has_loss = not is_tensor and isinstance(getattr(loss, "loss", None), torch.Tensor)
+    part = " Return its attribute `loss`, or" if has_loss else " Return"
     raise CaptureError(
-        f"The loss must be one number: loss_fn returned {got}. Return a scalar tensor, a pair "
+        f"The loss must be one number: loss_fn returned {got}.{part} a scalar tensor, a pair "
         f"(loss_sum, weight) of scalars, or with further outputs (loss, {{'name': tensor}})."
     )
 

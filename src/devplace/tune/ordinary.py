@@ -36,7 +36,9 @@ class Ordinary:
     def __str__(self) -> str:
         if self.timing is None:
             return f"the ordinary step was not timed: {self.reason}"
-        how = f"{torch.get_num_threads()} threads" if is_host(self.timing.mode) else "one GPU"
+        threads = torch.get_num_threads()
+        on_host = f"{threads} thread{'s' if threads > 1 else ''}"
+        how = on_host if is_host(self.timing.mode) else "one GPU"
         return (
             f"the ordinary step takes {format_time(self.timing.step_ns)} (PyTorch eagerly, {how})"
         )

@@ -106,8 +106,12 @@ def resolve(
 def _entry(name: str) -> tuple[str, str]:
     """Module and description of a workload, or the error that names the nearest one."""
     if name not in _CATALOG:
+        is_plan = name.endswith(".json")
+        hint = (
+            " Plans are read by explain, run and trace." if is_plan else did_you_mean(name, NAMES)
+        )
         raise InputError(
-            f"Unknown workload {name!r}.{did_you_mean(name, NAMES)} "
+            f"Unknown workload {name!r}.{hint} "
             f"Workloads: {', '.join(NAMES)}; or your own as file.py:function; "
             f"or an .onnx or .pt2 file."
         )
