@@ -57,11 +57,12 @@ class Search:
     """Chains of annealing over structural classes, coarse to fine, then the order and moves on the
     critical path.
 
-    Classes are module path x main path or weight-gradient side path, then runs of calls and roles
-    within a call (`graph.coarsen`); nothing is known of particular models. The plans of all quick placers (`local_search.starts`) are tried
-    first, so the result is never worse than any of them, but for `least_gain`. A start with an
-    order of its own (`Placement.order`) goes into chains as turns of its ops, which devices wait
-    for; it is returned as it was where nothing shorter is found.
+    Classes are module path x main path or weight-gradient side path; of modules that are called
+    again and again, as recurrent cells are, also runs of calls and roles within a call
+    (`graph.coarsen`). Nothing is known of particular models. The plans of all quick placers
+    (`local_search.starts`) are tried first, so the result is never worse than any of them, but for
+    `least_gain`. A start with an order of its own (`Placement.order`) goes into chains as turns of
+    its ops, which devices wait for; it is returned as it was where nothing shorter is found.
 
     A step that fits and is as short as the lower bound ends the search; so do some rounds without
     improvement once all placements of a tiny graph were tried.
