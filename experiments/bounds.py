@@ -26,7 +26,6 @@ from devplace.placers import Search, place
 from devplace.placers.exact.exact import Exact
 from devplace.simulator.bounds import LowerBound, lower_bound
 from devplace.testing import hand_problem
-from devplace.testing.layered import layered_problem
 
 NAME = "bounds"
 WORKLOADS = ("rnnlm", "nmt-4", "gnmt-4", "bert-large")
@@ -36,8 +35,6 @@ EVALUATIONS, FREE_EVALUATIONS = 40_000, 10_000
 # Devices, time steps and ns of a product; a product of RNNLM's step takes 28 us on an H100.
 NETS = ((2, 3, 28_000), (2, 4, 28_000), (2, 4, 12_000), (4, 3, 28_000), (4, 4, 28_000))
 CELL_NS, STATE_BYTES, NET_SECONDS = 5_000, 262_144, 60
-# Of training steps of recurrent stacks: ops, devices, seeds, and seconds for `exact`.
-STACK_OPS, STACK_DEVICES, STACK_SEEDS, STACK_SECONDS = 30, 2, 6, 60
 
 
 def main() -> None:
@@ -61,8 +58,6 @@ def main() -> None:
     if not options.before:
         for net in NETS[len(_known().get("nets", [])) :]:
             _add("nets", _small(*net), "")
-        for seed in range(len(_known().get("stacks", [])), STACK_SEEDS):
-            _add("stacks", _stack(seed), "")
 
 
 def _searched(problem: dp.Problem, evaluations: int, seed: int) -> dict[str, Any]:
@@ -118,24 +113,6 @@ def _small(devices: int, steps: int, product_ns: int) -> dict[str, Any]:
         "search_ns": searched.step_ns,
         "exact_ns": exact.step_ns,
         "proved_ns": exact.bound.step_ns,
-        **_parts(bound),
-    }
-
-
-def _stack(seed: int) -> dict[str, Any]:
-    """A training step of a recurrent stack, by `exact`."""
-    problem = layered_problem(STACK_OPS, STACK_DEVICES, seed)
-    bound = lower_bound(problem)
-    exact = place(problem, Exact(), f"{STACK_SECONDS}s", 0, bound=bound)
-    return {
-        "seed": seed,
-        "devices": STACK_DEVICES,
-        "tasks": problem.core.tasks.num_tasks,
-        "exact_ns": exact.step_ns,
-        "proved_ns": exact.bound.step_ns,
-        "status": exact.status,
-        "budget_s": STACK_SECONDS,
-        "seconds": round(exact.seconds, 1),
         **_parts(bound),
     }
 
