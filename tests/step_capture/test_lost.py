@@ -464,7 +464,9 @@ def test_variables_of_the_process_that_a_step_sets(
         write()
         return loss_fn(m, x, y)
 
-    assert re.search(r"test_lost\.py:\d+ sets os\.environ\['DEVPLACE_LOST'\]", refusal(loss))
+    assert re.search(
+        r"test_lost\.py:\d+ sets or deletes os\.environ\['DEVPLACE_LOST'\]", refusal(loss)
+    )
     assert os.environ["DEVPLACE_LOST"] == "1"
 
 

@@ -28,11 +28,12 @@ class _Console(Console):
         Tables get the width that their figures need, so that none is cut; those with columns that
         fold do without.
         """
-        whole = self.options.update(max_width=_WHOLE)
+        before, whole = self.width, self.options.update(max_width=_WHOLE)
         for table in objects:
             if isinstance(table, Table) and all(c.overflow != "fold" for c in table.columns):
                 self.width = max(self.width, Measurement.get(self, whole, table).minimum)
         super().print(*map(_shown, objects), **options)
+        self.width = before
 
 
 def _shown(item: Any) -> Any:

@@ -6,3 +6,5 @@ placement costs), `penalties` (what counts as bad), `losses` and `policies` (pur
 learn nothing and act in the same space. Importing a system loads torch; importing this package,
 `random` or `climb` does not.
 """
+
+import devplace.placers  # noqa: F401 (its list names what is here, and is to be there first)

@@ -19,7 +19,7 @@ def clone_tensor(value: Any, _transfer: PlannedTransfer | None = None) -> Any:
     and by how rows are aligned. A dense tensor keeps its strides. In one with gaps (a column, a
     chunk of gates) each gap shrinks but stays one: to one element where rows are shorter than a
     cache line (a column takes twice its own bytes), else so far that rows begin where they began
-    in their lines, at most twice the bytes.
+    in their lines; never beyond what it was.
     """
     return _copied(value, gap=1)
 

@@ -29,6 +29,7 @@ from devplace.step_capture.loss import is_torch_loss, loss_call
 from devplace.step_capture.micro_batches.chunk_loss import is_sum
 from devplace.step_capture.micro_batches.chunks import Known, Traced, trace_chunks
 from devplace.step_capture.micro_batches.compare import compared_graph
+from devplace.step_capture.micro_batches.copies import CannotCopyError
 from devplace.step_capture.micro_batches.cutting import BatchDims, named_dims
 from devplace.step_capture.optimizers.rules import Update, make_update
 from devplace.step_capture.optimizers.several import as_one
@@ -209,6 +210,8 @@ def _traced(
             if request.has_gradients:
                 raise
             return _traced(replace(request, has_gradients=True), progress, rehearsed)
+        except CannotCopyError:
+            return _traced(replace(request, copies_batches=False), progress, rehearsed)
     return step, gm
 
 

@@ -60,6 +60,7 @@ class CaptureRequest:
         whole: Of micro-batches, what the step of the whole batch says.
         is_compared: Whether the step also gives what micro-batches are compared by (`Step.extra`).
         compares_batches: Whether micro-batches must compute what the whole batch does.
+        copies_batches: Whether micro-batches may be copied from others of their size.
     """
 
     model: torch.nn.Module
@@ -81,6 +82,7 @@ class CaptureRequest:
     whole: Whole = field(default_factory=Whole)
     is_compared: bool = False
     compares_batches: bool = True
+    copies_batches: bool = True
     recompute: tuple[str, ...] = ()
 
 

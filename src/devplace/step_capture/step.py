@@ -396,7 +396,7 @@ class TracedStep:
                 seed = torch.full_like(found.loss, share) if wanted else None
             return found, total, self._backward([found.loss], [seed], wanted)
 
-        copies, sums = Copies(self.tagger, self._slots), Copies(self.tagger, self._slots)
+        copies, sums = self._copies(), self._copies()
         parts: list[Returned] = []
         total: torch.Tensor | None = None
         grads: Named = {}
@@ -418,7 +418,7 @@ class TracedStep:
     ) -> tuple[list[Returned], torch.Tensor, Named]:
         """Loss = sum of loss sums / sum of weights."""
         sizes = self.request.batch.sizes or (0,)
-        copies, sums = Copies(self.tagger, self._slots), Copies(self.tagger, self._slots)
+        copies, sums = self._copies(), self._copies()
         parts = [
             copies.run(k, size, functools.partial(run, k) if k else lambda: first, chunk)
             for k, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))
@@ -444,6 +444,9 @@ class TracedStep:
             add = functools.partial(self._added, grads, new)
             grads = sums.run(index, 0, add, (grads, new))
         return parts, total, grads
+
+    def _copies(self) -> Copies:
+        return Copies(self.tagger, self._slots, self.request.copies_batches)
 
     def _backward(self, roots: Tensors, seeds: list[torch.Tensor | None], wanted: Named) -> Named:
         """Gradients of this micro-batch, of those that have any."""

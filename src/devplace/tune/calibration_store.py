@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -28,7 +27,6 @@ from devplace.tune.single_steps import SingleStep, remembered
 ROUNDS = 20
 MIN_SECONDS, MAX_SECONDS = 2.0, 10.0
 ENOUGH = 0.03  # median error of steps that no constants of transfers are fitted to
-_log = logging.getLogger(__name__)
 
 
 def learn_from(

@@ -167,19 +167,26 @@ def told(graph: Captured) -> list[Any]:
     return [graph.ops, graph.tensors, graph.results, calls, bindings, constants, *facts]
 
 
-def both(make: Callable[[], Module], *args: Any, **options: Any) -> tuple[Captured, Captured]:
-    """The step with copies, and with every micro-batch traced."""
+def both(
+    make: Callable[[], Module], *args: Any, is_copied: bool = True, **options: Any
+) -> tuple[Captured, Captured]:
+    """The step with copies, if there are to be some, and with every micro-batch traced."""
 
     def made() -> Captured:
         model = make()
         return capture(model, args[0], args[1], sgd(model), *args[2:], **options)
 
-    with mock.patch.object(Copies, "_begun", return_value=None):
+    with mock.patch("devplace.step_capture.step.Copies", without):
         slow = made()
     with mock.patch.object(Copies, "_copy", autospec=True, side_effect=Copies._copy) as copies:
         copied = made()
-    assert copies.called
+    assert copies.called == is_copied
     return copied, slow
+
+
+def without(tagger: Any, slots: Any, is_on: bool) -> Copies:
+    """Traces every micro-batch."""
+    return Copies(tagger, slots, False)
 
 
 def traced(call: Callable[[], Any]) -> list[int]:
@@ -205,13 +212,13 @@ def test_copies_are_what_would_be_traced(name: str, loss: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "parts"), [(11, 4), (14, 4), (13, 5)])
+@pytest.mark.parametrize(("rows", "parts"), [(19, 5), (30, 8), (23, 6)])
 @pytest.mark.parametrize("name", ["cached mask", "written buffer", "dropout"])
 @pytest.mark.parametrize("loss", [mean, pair])
 def test_uneven_micro_batches_are_copied_within_their_size(
     name: str, rows: int, parts: int, loss: Any
 ) -> None:
-    """Three rows and two are different steps; a cache is filled by the first of each size."""
+    """Four rows and three are different steps; a cache is filled by the first of each size."""
     copied, slow = both(MODELS[name], batch(rows), loss, parts, compare_batches=False)
     assert told(copied) == told(slow)
 
@@ -259,8 +266,8 @@ def test_memory_is_shared_as_if_traced(name: str) -> None:
     assert copied == slow != whole
 
 
-def test_only_the_first_two_of_a_size_are_traced() -> None:
-    """Whole batch first: twice to rehearse, once to compare; then 0 and 1 of 8 micro-batches."""
+def test_only_the_first_three_of_a_size_are_traced() -> None:
+    """Whole batch first: twice to rehearse, once to compare; then 0 to 2 of 8 micro-batches."""
     model, whole = MODELS["plain"](), [0, 0, 0]
 
     def step(rows: int, parts: int, loss: Any = mean) -> list[int]:
@@ -269,28 +276,83 @@ def test_only_the_first_two_of_a_size_are_traced() -> None:
 
         return traced(call)
 
-    assert step(16, 8) == step(16, 8, pair) == [*whole, 0, 1]
-    assert step(14, 5) == [*whole, 0, 1, 4]  # 3, 3, 3, 3 and 2 rows
-    assert step(13, 5) == [*whole, 0, 1, 3, 4]  # 3, 3, 3, 2 and 2
+    assert step(16, 8) == step(16, 8, pair) == [*whole, 0, 1, 2]
+    assert step(14, 5) == [*whole, 0, 1, 2, 4]  # 3, 3, 3, 3 and 2 rows
+    assert step(13, 5) == [*whole, 0, 1, 2, 3, 4]  # 3, 3, 3, 2 and 2
 
 
-def test_what_cannot_be_copied_is_traced() -> None:
-    """Where an op counts elements of the batch's memory, they are others in each micro-batch."""
-    model = MODELS["strides"]()
+def carries_gradients(model: Any, x: Tensor) -> Tensor:
+    """A buffer through which each backward pass reaches one micro-batch more."""
+    made = x + model.sum + model.one
+    model.sum = model.sum + model.one
+    return made
 
-    def call() -> Any:
-        return capture(model, batch(8), mean, sgd(model), 4, compare_batches=False)
 
-    assert traced(call)[3:] == [0, 1, 2, 3]
+def keeps_a_view(model: Any, x: Tensor) -> Tensor:
+    """A buffer that becomes a part of what the call was given."""
+    model.rest = x.detach()[-2:]
+    return x
+
+
+class OfMemory(Model):
+    """Reads the batch by places in its memory, by another op than `as_strided`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.storage_offset() + 1
+        return super().forward(
+            self.function(torch.as_strided_copy(x, (len(x), 7), (8, 1), place), x)
+        )
+
+
+class Scatters(Model):
+    """Writes into the batch by places in its memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = x[:, :7] * 2
+        return super().forward(x.as_strided_scatter(part, part.shape, (8, 1), x.storage_offset()))
+
+
+class Branches(Model):
+    """A layer for large micro-batches only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.extra(x) if len(x) > 2 else x)
+
+
+UNCOPIED: dict[str, Callable[[], Module]] = {
+    "strides": MODELS["strides"],
+    "strides of a copy": lambda: OfMemory(lambda m, x: x.tanh()),
+    "strides of a scatter": lambda: Scatters(lambda m, x: x.tanh()),
+    "carried gradients": lambda: Model(
+        carries_gradients, sum=torch.zeros(8).double(), one=vector()
+    ),
+    "a view is kept": lambda: Model(keeps_a_view, rest=torch.zeros(2, 8).double()),
+    "branches": lambda: Branches(lambda m, x: x, extra=nn.Linear(8, 8).double()),
+}
+
+
+@pytest.mark.parametrize("loss", [mean, pair])
+@pytest.mark.parametrize("name", UNCOPIED)
+def test_what_cannot_be_copied_is_traced(name: str, loss: Any) -> None:
+    """Where no micro-batch is what a copy of the one before would be, all are traced."""
+
+    def made(rows: int) -> Captured:
+        model = UNCOPIED[name]()
+        return capture(model, batch(rows), loss, sgd(model), 6, compare_batches=False)
+
+    for rows in (12, 17):
+        step = made(rows)
+        with mock.patch("devplace.step_capture.step.Copies", without):
+            assert told(step) == told(made(rows))
 
 
 def test_nodes_are_counted_for_progress_as_if_traced() -> None:
     """Who follows a capture sees the same numbers."""
     seen: list[list[tuple[str, int]]] = [[], []]
-    for begun, found in zip((Copies._begun, lambda *given: None), seen, strict=True):
+    for kind, found in zip((Copies, without), seen, strict=True):
         model = nn.Sequential(*(nn.Tanh() for _ in range(60)), nn.Linear(8, 4)).double()
         tell = functools.partial(lambda found, *each: found.append(each), found)
-        with mock.patch.object(Copies, "_begun", begun):
+        with mock.patch("devplace.step_capture.step.Copies", kind):
             capture(model, batch(8), mean, sgd(model), 8, compare_batches=False, progress=tell)
     assert seen[0] == seen[1] != []
 

@@ -247,7 +247,7 @@ def test_low_precision_is_no_difference() -> None:
 
 def test_what_captures_of_one_step_share_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs are those of captures of their own; forward runs twice for the rehearsal, once for
-    the whole batch and once for its comparison, and for the first two micro-batches."""
+    the whole batch and once for its comparison, and once for each micro-batch."""
 
     def mean(m: Any, x: Any, y: Any, k: Any) -> Any:
         return kept(m, x, y, k) / k.sum()
@@ -256,7 +256,7 @@ def test_what_captures_of_one_step_share_is_found_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(TracedStep, "_call", lambda step, leaves: forward(step, leaves))
     net, mask = Net().double(), uneven()
     known = Known()
-    for count, forwards in ((1, 2 + 1), (2, 1 + 2), (3, 2)):
+    for count, forwards in ((1, 2 + 1), (2, 1 + 2), (3, 3)):
         alone = capture(net, batch(mask), mean, sgd(net), count)
         forward.reset_mock()
         graph = capture(net, batch(mask), mean, sgd(net), count, known=known)

@@ -219,7 +219,7 @@ class Frames:
             by = by.f_back
         if by is not None and is_users(by.f_code.co_filename):
             is_read = _ENVIRONMENT[frame.f_code] == "__getitem__"
-            if not is_read and os.environ.get(key) != frame.f_locals.get("value"):
+            if not is_read and tried(os.environ.get, key) != frame.f_locals.get("value"):
                 raise _sets(key, f"{Path(by.f_code.co_filename).name}:{by.f_lineno}")
             at = Place("os.environ", None, None, os.environ)
             self.reads.keep(at.item(key, tried(os.environ.get, key)))
@@ -303,6 +303,7 @@ def _made_inside(where: str) -> CaptureError:
 
 def _sets(key: str, where: str) -> CaptureError:
     return CaptureError(
-        f"Variables of the process must be set outside the step: {where} sets os.environ[{key!r}], "
-        f"which later steps would not do. Set it before the step, or outside of the loss."
+        f"Variables of the process must be set outside the step: {where} sets or deletes "
+        f"os.environ[{key!r}], which later steps would not do. Do it before the step, or outside "
+        f"of the loss."
     )

@@ -1,10 +1,11 @@
 """Copies of what was traced of one micro-batch, for others of its size.
 
-The first micro-batch of a size is traced, as it may fill caches, and the second, which may read
-them. The others do what the second does, for the rehearsal has seen that one call of a step does
-what the call before did. So they get copies of its nodes, at the place where the trace is: names,
+Of each size the first micro-batch is traced, as it may fill caches, the second, which may read
+them, and then others until one is, node for node, what a copy of the one before would be: most
+often the third. Those that follow are copies of it, made at the place where the trace is: names,
 writes and draws come as if they were traced, at a tenth of the time, and all that is done to the
-graph later does not know the difference.
+graph later does not know the difference. Where none is such a copy, as where gradients flow from
+one micro-batch to the next, all are traced.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from devplace.step_capture.analysis import storages, tensors_in
+from devplace.errors import CaptureError
+from devplace.step_capture.analysis import tensors_in
 from devplace.step_capture.sources import Slots
 from devplace.step_capture.tags import Marks, Tag, Tagger
 
 Node: TypeAlias = torch.fx.Node
 Made = TypeVar("Made")
-aten = torch.ops.aten
 _NUMBER = re.compile(r"_\d+$")
+
+
+class CannotCopyError(CaptureError):
+    """Each micro-batch of the step has to be traced."""
 
 
 class _Part(NamedTuple):
@@ -74,22 +79,74 @@ class _Copy:
     def takes(self, given: Sequence[Any]) -> bool:
         """Take what the next part is given here; whether it can be copied then."""
         part = self.parts[len(self.starts)]
+        if len(part.given) != len(given):
+            return False
         for theirs, mine in zip(part.given, given, strict=True):
             if not (isinstance(theirs, torch.fx.Node) and isinstance(mine, torch.fx.Node)):
                 if theirs is not mine:
                     return False
-                continue
-            if self.nodes.setdefault(theirs, mine) is not mine:
+            elif self.nodes.setdefault(theirs, mine) is not mine:
                 return False  # one tensor there, several here
-            values = (tensors_in(node.meta.get("val")) for node in (theirs, mine))
-            for there, here in zip(*values, strict=True):
-                shift = _offset(here) - _offset(there)
-                storage = here.untyped_storage()
-                known = self.memories.setdefault(_memory(there), (storage, shift))
-                if (known[0]._cdata, known[1]) != (storage._cdata, shift):
-                    return False
-        shifted = {memory for memory, (_, shift) in self.memories.items() if shift}
-        return not any(_counts(node) and storages(node) & shifted for node in part.nodes)
+            elif not self._lie_alike(theirs, mine):
+                return False
+        return True
+
+    def fits(self, traced: _Part, root: Any) -> bool:
+        """Whether the next part, which was traced here, is what a copy of the other's would be."""
+        part = self.parts[len(self.starts)]
+        self.starts.append(traced.before)
+        return (
+            len(part.nodes) == len(traced.nodes)
+            and all(
+                self._is_copy(theirs, mine, part, traced, root)
+                for theirs, mine in zip(part.nodes, traced.nodes, strict=True)
+            )
+            and self._are_same(part.made, traced.made)
+            and self._are_same(part.sources, traced.sources)
+            and self.end() == traced.after
+        )
+
+    def _is_copy(self, theirs: Node, mine: Node, part: _Part, traced: _Part, root: Any) -> bool:
+        if theirs.target in part.new_constants:
+            is_new = mine.target in traced.new_constants
+            if not is_new or not _are_equal(root, str(theirs.target), str(mine.target)):
+                return False
+        elif (theirs.op, theirs.target) != (mine.op, mine.target):
+            return False
+        read = torch.fx.node.map_arg((theirs.args, theirs.kwargs), self.node)
+        self.nodes[theirs] = mine
+        tag = theirs.meta.get("tag")
+        return (
+            read == (mine.args, mine.kwargs)
+            and (None if tag is None else self.tag(tag)) == mine.meta.get("tag")
+            and self._lie_alike(theirs, mine)
+        )
+
+    def _are_same(self, theirs: Any, mine: Any) -> bool:
+        (ours, spec), (others, other_spec) = pytree.tree_flatten(theirs), pytree.tree_flatten(mine)
+        return spec == other_spec and all(map(self._is_same, ours, others))
+
+    def _is_same(self, theirs: Any, mine: Any) -> bool:
+        if isinstance(theirs, torch.fx.Node):
+            return self.node(theirs) is mine
+        is_tensor = isinstance(theirs, torch.Tensor)
+        return theirs is mine or (not is_tensor and type(theirs) is type(mine) and theirs == mine)
+
+    def _lie_alike(self, theirs: Node, mine: Node) -> bool:
+        """Whether values lie alike, each memory there having one here."""
+        values = [tensors_in(node.meta.get("val")) for node in (theirs, mine)]
+        if len(values[0]) != len(values[1]):
+            return False
+        for there, here in zip(*values, strict=True):
+            if (there.shape, there.dtype) != (here.shape, here.dtype):
+                return False
+            if there.layout is not torch.strided or there.stride() != here.stride():
+                return False
+            storage, shift = here.untyped_storage(), _offset(here) - _offset(there)
+            known = self.memories.setdefault(_memory(there), (storage, shift))
+            if (known[0]._cdata, known[1]) != (storage._cdata, shift):
+                return False
+        return True
 
     def node(self, node: Node) -> Node:
         """What is here in the place of a node."""
@@ -147,14 +204,18 @@ class Copies:
     Args:
         tagger: That of the trace.
         slots: Where the model's sources are.
+        is_on: Whether anything is copied.
     """
 
-    def __init__(self, tagger: Tagger, slots: Slots) -> None:
+    def __init__(self, tagger: Tagger, slots: Slots, is_on: bool) -> None:
         self._tagger = tagger
         self._slots = slots
+        self._is_on = is_on
         self._of_size: dict[int, list[int]] = {}
         self._traced: dict[int, list[_Part]] = {}
         self._copied: dict[int, _Copy] = {}
+        self._settled: set[int] = set()  # sizes of which the next is a copy
+        self._in_use: set[int] = set()  # sizes of which one is a copy
         self._tracer: Any = None
 
     def run(self, index: int, size: int, function: Callable[[], Made], given: Any = None) -> Made:
@@ -168,37 +229,49 @@ class Copies:
             function: What is to be traced or copied.
             given: A tree of what it reads that is not the same tensor in all micro-batches, but for
                 the model's sources and what was made in earlier calls for this micro-batch.
+
+        Raises:
+            CannotCopyError: A micro-batch is not what a copy would be.
         """
         self._tagger.micro_batch = index
         mode = get_proxy_mode()
-        if mode is None:  # it is rehearsed
+        if mode is None or not self._is_on:  # it is rehearsed, or each is traced
             return function()
         self._tracer = mode.tracer
         read = self._named([*pytree.tree_leaves(given), *self._slots.get()])
-        copy = self._copied.get(index)
-        if copy is None:
-            copy = self._begun(index, size, read)
-        else:
-            is_taken = copy.takes(read)
-            assert is_taken, "what was begun as a copy cannot be traced"
-        if copy is None:
-            return self._trace(self._traced.setdefault(index, []), function, read)
-        with _disable_current_modes():
-            made: Made = self._copy(copy)
+        if index not in self._traced and index not in self._copied:
+            self._begin(index, size)
+        copy, parts = self._copied.get(index), self._traced.get(index)
+        is_copy = copy is not None and copy.takes(read)
+        if parts is None:
+            if copy is None or not is_copy:
+                raise CannotCopyError("A micro-batch is given what the one before was not.")
+            self._in_use.add(size)
+            with _disable_current_modes():
+                made: Made = self._copy(copy)
+            return made
+        made = self._trace(parts, function, read)
+        if copy is not None:
+            self._compare(index, size, is_copy and copy.fits(parts[-1], self._tracer.root))
         return made
 
-    def _begun(self, index: int, size: int, read: Sequence[Any]) -> _Copy | None:
-        """A copy of the newest micro-batch that was traced; None if this one is to be traced."""
-        if index in self._traced:
-            return None
+    def _begin(self, index: int, size: int) -> None:
+        """Trace the first two of a size, and then until one is what a copy would be."""
         traced = self._of_size.setdefault(size, [])
         if len(traced) > 1:
-            copy = _Copy(self._traced[traced[-1]], index, traced[-1])
-            if copy.takes(read):
-                self._copied[index] = copy
-                return copy
-        traced.append(index)
-        return None
+            self._copied[index] = _Copy(self._traced[traced[-1]], index, traced[-1])
+        if size not in self._settled:
+            traced.append(index)
+            self._traced[index] = []
+
+    def _compare(self, index: int, size: int, is_copy: bool) -> None:
+        if is_copy:
+            self._settled.add(size)
+        elif size in self._in_use:
+            raise CannotCopyError("A micro-batch is not what a copy of the one before would be.")
+        else:
+            self._settled.discard(size)
+            del self._copied[index]
 
     def _named(self, values: Iterable[Any]) -> list[Any]:
         """The nodes of tensors; those without one as they are, and None for all else."""
@@ -305,11 +378,13 @@ def _offset(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() * tensor.element_size())
 
 
-def _counts(node: Node) -> bool:
-    """Whether a node says where in its memory a tensor begins."""
-    if node.target is not aten.as_strided.default:
-        return False
-    return len(node.args) > 3 or node.kwargs.get("storage_offset") is not None
+def _are_equal(root: Any, name: str, other: str) -> bool:
+    """Whether two constants of a trace have the same values."""
+    with _disable_current_modes():
+        one, two = getattr(root, name), getattr(root, other)
+        if any(isinstance(each, FakeTensor) for each in (one, two)):
+            return False
+        return (one.shape, one.dtype) == (two.shape, two.dtype) and bool(torch.equal(one, two))
 
 
 def _fake(like: FakeTensor, storage: torch.UntypedStorage, offset: int) -> FakeTensor:
