@@ -140,7 +140,12 @@ def pair(m: Module, x: Tensor, y: Tensor) -> Any:
 
 def beside(m: Module, x: Tensor, y: Tensor) -> Any:
     out = m(x)
-    return F.cross_entropy(out, y), {"rows": out, "mean": out.mean(), "hits": (out > 0).sum()}
+    return F.cross_entropy(out, y), {
+        "rows": out,
+        "kind": "test",
+        "mean": out.mean(),
+        "hits": (out > 0).sum(),
+    }
 
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from devplace.errors import CaptureError
 from devplace.step_capture.analysis import tensors_in
+from devplace.step_capture.guards.values import differs
 from devplace.step_capture.sources import Slots
 from devplace.step_capture.tags import Marks, Tag, Tagger
 
@@ -129,8 +130,9 @@ class _Copy:
     def _is_same(self, theirs: Any, mine: Any) -> bool:
         if isinstance(theirs, torch.fx.Node):
             return self.node(theirs) is mine
-        is_tensor = isinstance(theirs, torch.Tensor)
-        return theirs is mine or (not is_tensor and type(theirs) is type(mine) and theirs == mine)
+        if isinstance(theirs, torch.Tensor):
+            return theirs is mine
+        return not differs(mine, theirs)
 
     def _lie_alike(self, theirs: Node, mine: Node) -> bool:
         """Whether values lie alike, each memory there having one here."""
