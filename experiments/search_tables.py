@@ -191,65 +191,6 @@ def micro_batches(data: dict[str, Any], made: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def bounds(data: dict[str, Any], made: str) -> str:
-    """Gaps to the bound, with transfers and without; small nets by `exact`."""
-    first = data["rows"][0]
-    free = [row["free"] for row in data["rows"] if "free" in row]
-    gaps = [_gap(row) for row in free]
-    lines = [
-        "# Gaps to the lower bound",
-        "",
-        f"Predicted milliseconds per training step of what `devplace plan` plans for the machine "
-        f"(fused for H100, plain for K40; CPUs left out; SGD, full size, analytic costs), searched "
-        f"with {first['evaluations']:,} simulations, with the gap to the bound. *Before* is the "
-        f"search without classes by role (commit {data.get('before_commit', '')}). *Free* is the "
-        f"same step with transfers that take no time, searched with "
-        f"{free[0]['evaluations']:,} simulations: no bound that leaves transfers out can be above "
-        "that plan.",
-        "",
-        made,
-        "",
-        f"Free, plans are {min(gaps):.0%} to {max(gaps):.0%} above the bound.",
-        "",
-        "| step | machine | ops | path | load | bound | before | plan | free: bound | free: plan |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    before = {_place(row): row for row in data.get("before", [])}
-    for row in data["rows"]:
-        times = [f"{row[key] / 1e6:.4g}" for key in ("path_ns", "load_ns", "bound_ns")]
-        old, alone = before.get(_place(row)), row.get("free")
-        steps = [_with_gap(old), _with_gap(row)]
-        steps += [f"{alone['bound_ns'] / 1e6:.4g}" if alone else "", _with_gap(alone)]
-        case = f"{row['workload']} | {row['machine']} | {row['tasks']:,}"
-        lines.append(f"| {case} | " + " | ".join([*times, *steps]) + " |")
-    lines += [
-        "",
-        "Forward passes of two recurrent layers with the times of RNNLM on an H100 (shorter "
-        f"products in some), microseconds; `exact` with {data['nets'][0]['seconds']} s. *Proved* "
-        "is the largest bound: the static one, or what it proved.",
-        "",
-        "| ops | devices | product | static bound | proved | `exact` | `search` |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in data["nets"]:
-        keys = ("product_ns", "bound_ns", "proved_ns", "exact_ns", "search_ns")
-        times = [f"{row[key] / 1e3:.1f}" for key in keys]
-        lines.append(f"| {row['tasks']} | {row['devices']} | " + " | ".join(times) + " |")
-    return "\n".join([*lines, ""])
-
-
-def _place(row: dict[str, Any]) -> tuple[str, str, int]:
-    return row["workload"], row["machine"], row["seed"]
-
-
-def _gap(row: dict[str, Any]) -> float:
-    return float(row["step_ns"] / row["bound_ns"] - 1)
-
-
-def _with_gap(row: dict[str, Any] | None) -> str:
-    return f"{row['step_ns'] / 1e6:.4g} ({_gap(row):.0%})" if row else ""
-
-
 def more_devices(data: dict[str, Any], made: str) -> str:
     """How often a further device made the plan slower."""
     worst = max((row["part"] for row in data["slower"]), default=0.0)

@@ -125,11 +125,6 @@ def micro_batches(data: dict[str, Any]) -> str:
     return search_tables.micro_batches(data, provenance_line(data["provenance"]))
 
 
-def bounds(data: dict[str, Any]) -> str:
-    """See `search_tables`."""
-    return search_tables.bounds(data, provenance_line(data["provenance"]))
-
-
 def fused_planning(data: dict[str, Any]) -> str:
     """See `search_tables`."""
     return search_tables.fused_planning(data, provenance_line(data["provenance"]))
@@ -163,7 +158,6 @@ TABLES = {
     "stacked": stacked,
     "micro_batches": micro_batches,
     "more_devices": more_devices,
-    "bounds": bounds,
     "fused_planning": fused_planning,
     "compare_placers": compare_placers,
     "compare_60s": compare_placers,

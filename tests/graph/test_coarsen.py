@@ -129,29 +129,6 @@ def test_calls_and_micro_batches_split_classes() -> None:
     )
 
 
-def test_roles_part_the_products_of_a_cell() -> None:
-    """By role, a cell's product of its input, also by a view, that of its state and what follows
-    are three classes over all calls; what is called once per micro-batch stays whole."""
-    lines = ["w = parameter module=cell", "u = parameter module=cell", "t = view(w) module=cell"]
-    for k in range(3):
-        state = f"h{k - 1}" if k else "t"
-        lines += [
-            f"x{k} = mm(t) module=cell call={k}",
-            f"s{k} = mm(u, {state}) module=cell call={k}",
-            f"h{k} = tanh(x{k}, s{k}) module=cell call={k}",
-            f"g{k} = mm(h{k}, w) module=cell call={k} stage=backward",
-        ]
-    lines[4] = "s0 = mm(u) module=cell call=0"
-    graph = hand_graph("\n".join(lines))
-    of = dict(
-        zip([op.name for op in graph.ops], coarsen(graph, 1, by_role=True).of_op, strict=True)
-    )
-    assert all(len({of[f"{name}{k}"] for k in range(3)}) == 1 for name in "xshg")
-    assert len({of[f"{name}0"] for name in "xshg"}) == 4
-    whole = hand_graph("w = parameter\na = f(w) micro_batch=0\nb = g(a) call=1 micro_batch=1")
-    assert len(set(coarsen(whole, 1, by_role=True).of_op.tolist())) == 1
-
-
 def test_a_captured_mlp_has_its_weight_gradients_on_the_side() -> None:
     """In a captured step of two layers, one product per layer is on the side path, and the rest
     of forward and backward on the main path."""

@@ -96,7 +96,6 @@ def coarsen(
     by_micro_batch: bool = False,
     calls: int = 1,
     owner: list[str | None] | None = None,
-    by_role: bool = False,
 ) -> Coarsening:
     """Classes of ops: module path cut to `depth` parts x main or side path.
 
@@ -106,17 +105,12 @@ def coarsen(
         by_micro_batch: Tell micro-batches apart.
         calls: Cut the calls of a module (time steps of an unrolled cell) into this many runs.
         owner: `side_owner(graph)`, if it is known.
-        by_role: Cut modules that are called several times for a batch by stage and by the
-            parameters that ops read. So the products of a recurrent cell's input and of its
-            state, which can run side by side, are decided apart.
     """
     owner = side_owner(graph) if owner is None else owner
-    parameters = _parameters_read(graph) if by_role else []
     most_calls: dict[str, int] = {}
     for op in graph.ops:
         most_calls[op.module] = max(most_calls.get(op.module, 0), op.call + 1)
-    parts = max((op.micro_batch + 1 for op in graph.ops), default=0) or 1
-    number: dict[tuple[str, str, int, int, str], int] = {}
+    number: dict[tuple[str, str, int, int], int] = {}
     of_op = np.zeros(len(graph.ops), np.int32)
     for index, op in enumerate(graph.ops):
         side = owner[index]
@@ -124,34 +118,15 @@ def coarsen(
         part = ".".join(path.split(".")[:depth])
         batch = op.micro_batch if by_micro_batch else -1
         run = op.call * calls // most_calls[op.module] if op.stage != "update" else 0
-        is_role = by_role and most_calls[op.module] > parts
-        role = " ".join([op.stage, *parameters[index]]) if is_role else ""
-        key = (part, "main" if side is None else "side", batch, run, role)
+        key = (part, "main" if side is None else "side", batch, run)
         of_op[index] = number.setdefault(key, len(number))
     labels = tuple(
         f"{part or '(model)'} {path}"
         + (f" batch {batch}" if batch >= 0 else "")
         + (f" run {run}" if calls > 1 else "")
-        + (f" {role}" if role else "")
-        for part, path, batch, run, role in number
+        for part, path, batch, run in number
     )
     return Coarsening(labels, of_op)
-
-
-def _parameters_read(graph: OpGraph) -> list[list[str]]:
-    """Names of the parameters that each op reads, itself or by views."""
-    found: list[list[str]] = []
-    for op in graph.ops:
-        makers = [graph.producer[tensor] for tensor in op.inputs]
-        names: set[str] = set()
-        for maker in makers:
-            base = graph.ops[maker]
-            if base.role == "parameter":
-                names.add(base.name)
-            elif base.is_view:
-                names.update(found[maker])
-        found.append(sorted(names))
-    return found
 
 
 def max_depth(graph: OpGraph) -> int:

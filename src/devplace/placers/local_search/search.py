@@ -57,12 +57,11 @@ class Search:
     """Chains of annealing over structural classes, coarse to fine, then the order and moves on the
     critical path.
 
-    Classes are module path x main path or weight-gradient side path; of modules that are called
-    again and again, as recurrent cells are, also runs of calls and roles within a call
-    (`graph.coarsen`). Nothing is known of particular models. The plans of all quick placers
-    (`local_search.starts`) are tried first, so the result is never worse than any of them, but for
-    `least_gain`. A start with an order of its own (`Placement.order`) goes into chains as turns of
-    its ops, which devices wait for; it is returned as it was where nothing shorter is found.
+    Classes are module path x main path or weight-gradient side path (`graph.coarsen`); nothing is
+    known of particular models. The plans of all quick placers (`local_search.starts`) are tried
+    first, so the result is never worse than any of them, but for `least_gain`. A start with an
+    order of its own (`Placement.order`) goes into chains as turns of its ops, which devices wait
+    for; it is returned as it was where nothing shorter is found.
 
     A step that fits and is as short as the lower bound ends the search; so do some rounds without
     improvement once all placements of a tiny graph were tried.
@@ -333,17 +332,16 @@ class Search:
             return [_blocks(problem, size) for size in sizes or [self.coarse]]
         graph, time = problem.graph, mean_duration_ns(problem)
         deepest, owner = max_depth(graph), side_owner(graph)
-        kinds = [(depth, False, 1, False) for depth in range(1, deepest + 1)]
-        kinds += [(deepest, True, calls, False) for calls in (1, 2)]
-        kinds += [(deepest, True, calls, True) for calls in (1, 2, 4, 8)]
+        kinds = [(depth, False, 1) for depth in range(1, deepest + 1)]
+        kinds += [(deepest, True, 1), (deepest, True, 2), (deepest, True, 4), (deepest, True, 8)]
+        kinds += [(deepest, True, 16), (deepest, True, 32)]
         levels: list[Classes] = []
-        for depth, by_micro_batch, calls, by_role in kinds:
-            of_op = coarsen(graph, depth, by_micro_batch, calls, owner, by_role).of_op
+        for depth, by_micro_batch, calls in kinds:
+            of_op = coarsen(graph, depth, by_micro_batch, calls, owner).of_op
             level = make_classes(problem, of_op, time)
             if level.count > self.fine:
                 break
-            is_coarse = level.count <= self.coarse and not (by_role and calls > 1)
-            if levels and (level.count <= levels[0].count or is_coarse):
+            if levels and (level.count <= levels[0].count or level.count <= self.coarse):
                 levels.clear()
             if not levels or level.count > 1.2 * levels[-1].count:
                 levels.append(level)
