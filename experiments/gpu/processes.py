@@ -87,18 +87,21 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     machine = dp.load_machine(options.machine or f"h200x{dist.get_world_size()}")
-    rows = [measure(name, machine, options.budget, options.seed) for name in options.workloads]
-    if dist.get_rank() == 0:
-        result = {
-            **provenance(),
-            "gpu": torch.cuda.get_device_name(),
-            "processes": dist.get_world_size(),
-            "nccl": {key: os.environ[key] for key in NCCL_SETTINGS if key in os.environ},
-            "seed": options.seed,
-            "budget": options.budget,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {
+        **provenance(),
+        "gpu": torch.cuda.get_device_name(),
+        "processes": dist.get_world_size(),
+        "nccl": {key: os.environ[key] for key in NCCL_SETTINGS if key in os.environ},
+        "seed": options.seed,
+        "budget": options.budget,
+        "rows": [],
+    }
+    for name in options.workloads:
+        row = measure(name, machine, options.budget, options.seed)
+        if dist.get_rank() == 0:
+            result["rows"].append(row)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 
