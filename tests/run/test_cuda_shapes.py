@@ -46,7 +46,7 @@ def executor(holders: dict[int, tuple[int, ...]], devices: dict[int, Any]) -> An
     made.schedule = SimpleNamespace(
         holders=holders, device_of_op={k: d[0] for k, d in holders.items()}
     )
-    made._all, made._idle, made._lost, made._nccl, made._runner = devices, {}, None, None, None
+    made._all, made._idle, made._lost, made._ranks, made._runner = devices, {}, None, None, None
     made._missing, made.put_count = set(holders), {}
     return made
 

@@ -229,30 +229,51 @@ def parallel(batch: str = "whole") -> Any:
     }
 
 
-def train_on_gpus(name: str) -> Any:
-    """Train a small workload, a GPU for each process; rank 0 also gives the unplaced numbers."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    made = workloads.build(name, size="small", device="cpu", seed=0)
+def step_on_gpus(name: str, size: str) -> tuple[Any, Any, Any]:
+    """A workload captured for a GPU in each process, its batch, and a random plan."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    made = workloads.build(name, size=size, device="cpu", seed=0)
     optimizer = torch.optim.Adam(made.model.parameters(), lr=1e-3)
     graph = dp.capture(made.model, made.inputs, made.loss_fn, optimizer, device="cuda")
-    machine = dp.load_machine(f"h200x{size}")
+    machine = dp.load_machine(f"h200x{os.environ['WORLD_SIZE']}")
     problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine), exclude=["cpu:0"])
-    plan = dp.place(problem, placers.Random(), budget="8ev", seed=1).plan
+    return graph, made.inputs, dp.place(problem, placers.Random(), budget="8ev", seed=1).plan
+
+
+def train_on_gpus(name: str, size: str = "small") -> Any:
+    """Train a workload, a GPU for each process; rank 0 also gives the unplaced numbers."""
+    rank = int(os.environ["RANK"])
+    graph, inputs, plan = step_on_gpus(name, size)
     with gpus.deterministic():
-        expected = unplaced(graph, made.inputs, STEPS, device="cuda:0") if rank == 0 else None
+        expected = unplaced(graph, inputs, STEPS, device="cuda:0") if rank == 0 else None
         step = dp.compile(graph, plan, timeout_s=LONG_S)
-        losses = [step(*made.inputs).cpu() for _ in range(STEPS)]
-        mode, reason = step.executor.mode, step.executor.reason
+        losses = [step(*inputs).cpu() for _ in range(STEPS)]
+        facts = {key: getattr(step.executor, key) for key in ("mode", "reason", "transport")}
         step.sync()
         step.close()
     state = state_of(graph) if rank == 0 else {}
     if expected is not None:
         expected = [x.cpu() for x in expected[0]], {k: x.cpu() for k, x in expected[1].items()}
-    return {
-        **{"losses": losses, "state": state, "expected": expected},
-        **{"mode": mode, "reason": reason},
-    }
+    return {"losses": losses, "state": state, "expected": expected, **facts}
+
+
+def end_on_gpus(timeout_s: float) -> Any:
+    """Rank 1 dies between two steps; what the others are told, and that their GPUs are free."""
+    graph, inputs, plan = step_on_gpus("nmt-2", "small")
+    step = dp.compile(graph, plan, timeout_s=timeout_s)
+    step(*inputs)
+    step.executor.synchronize()
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    told = ""
+    while not told:
+        try:
+            step(*inputs)
+        except RankError as error:
+            told = str(error)
+    torch.cuda.synchronize()
+    step.close()
+    return {"told": told}
 
 
 def save_after(steps: int, where: str) -> None:

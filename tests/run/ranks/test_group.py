@@ -45,7 +45,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(module.atexit, "register", lambda _: None)
     group = Group.__new__(Group)
     group.rank, group.size, group.hosts, group.failure = 1, 2, ["a", "b"], ""
-    group._limit_s = 300.0
+    group._limit_s, group._exchanged = 300.0, 0
     return group
 
 
@@ -57,7 +57,7 @@ def given(value: Any) -> str:
 def test_a_difference_that_another_tells_first_is_still_the_same_error(second: Group) -> None:
     """The first process gives its part, finds the difference and fails, all between two looks of
     this one: which finds the difference too, and not that another process has failed."""
-    second._store = Played({"plan/0": given("x"), "failure": "rank 0 on host a: another plan"})
+    second._store = Played({"plan/1/0": given("x"), "failure": "rank 0 on host a: another plan"})
     with pytest.raises(PlanMismatchError, match="rank 1 on host b has y, rank 0 on host a x"):
         second.require_equal("plan", {"plan": "y"})
 

@@ -36,10 +36,11 @@ from devplace.run.cuda.failures import (
 )
 from devplace.run.cuda.graphs import GraphRunner
 from devplace.run.cuda.host import HostClock, HostCrew, HostDevice
+from devplace.run.cuda.nccl_channels import NcclChannels
 from devplace.run.cuda.peer_channels import PeerChannels
 from devplace.run.cuda.push import Push, push
 from devplace.run.cuda.random_ops import RandomOps
-from devplace.run.cuda.rank_channels import NcclRanks, RankChannels
+from devplace.run.cuda.ranks import GpuRanks
 from devplace.run.cuda.routes import Route, check_cpu_ops, find_routes, has_cpu_form
 from devplace.run.cuda.timestamps import Clock, collect, make_clocks, offset_ns
 from devplace.run.ranks.processes import Processes
@@ -129,12 +130,12 @@ class CudaExecutor:
             if index not in self._hosts
         }
         self._all: dict[int, AnyDevice] = {**self._hosts, **self._devices}
-        self._nccl: NcclRanks | None = None
+        self._ranks: GpuRanks | None = None
         self._routes: tuple[Route, ...] = ()
         if processes is None:
             self._routes = find_routes(schedule, have_peer_access, staged_pairs)
         else:
-            self._nccl = NcclRanks(processes, list(self._all.values()))
+            self._ranks = GpuRanks(processes, list(self._all.values()))
         self._idle: dict[int, Any] = {}
         self._random = self._make_random()
         self._order = linear_order(self._whole)
@@ -145,6 +146,11 @@ class CudaExecutor:
     def mode(self) -> str:
         """`graph`, `eager`, or empty before the first step; `reason` says why not `graph`."""
         return self._runner.mode if self._runner is not None else ""
+
+    @property
+    def transport(self) -> str:
+        """What carries tensors between processes: `shared memory` or `nccl`; empty for one."""
+        return self._ranks.transport if self._ranks is not None else ""
 
     def put(self, op: int, value: Any) -> None:
         """Give a source op its value: a copy on every device that holds it.
@@ -219,6 +225,8 @@ class CudaExecutor:
             DeviceLostError: A device cannot be used any more in this process.
         """
         self._raise_lost()
+        if self.processes is not None:
+            self.processes.group.check()
         if self._is_closed:
             raise ExecutionError("A closed step cannot run: its graphs are gone. Compile again.")
         self._raise_failure()
@@ -308,11 +316,11 @@ class CudaExecutor:
     def _run(self, number: int) -> StepOutcome:
         assert self._runner is not None
         results = self._runner.run(number)
-        if self._nccl is not None:
-            results = self._nccl.share_results(results)
-        outcome = StepOutcome(results)
-        if self._waits or self._nccl is not None:  # a process that is gone is seen in waiting alone
+        outcome = StepOutcome(self._of_everyone(results))
+        if self._waits:
             self.synchronize()
+        elif self._ranks is not None:  # a process that is gone is seen in waiting alone
+            self._ranks.follow()
         return outcome
 
     def _run_timed(self, number: int) -> StepOutcome:
@@ -320,11 +328,17 @@ class CudaExecutor:
         clocks: dict[int, Clock] = dict(make_clocks(self.schedule, self._devices))
         clocks |= {index: HostClock() for index in self._hosts}
         offsets = {index: offset_ns(device) for index, device in self._devices.items()}
-        results = self._runner.run(number, clocks)
-        if self._nccl is not None:
-            results = self._nccl.share_results(results)
+        results = self._of_everyone(self._runner.run(number, clocks))
         self.synchronize()
         return StepOutcome(results, collect(self.schedule, clocks, offsets))
+
+    def _of_everyone(self, results: dict[int, Any]) -> dict[int, Any]:
+        """With those of other processes, which graphs bring themselves."""
+        if self.processes is None or self.mode == "graph":
+            return results
+        (device,) = self._devices.values()
+        found = self.processes.share_results(results)
+        return {index: value.to(device.torch_device) for index, value in found.items()}
 
     def synchronize(self) -> None:
         """Wait for all steps.
@@ -333,8 +347,8 @@ class CudaExecutor:
             ExecutionError: A tensor did not come in time.
         """
         self._raise_lost()
-        if self._nccl is not None:
-            self._nccl.wait()
+        if self._ranks is not None:
+            self._ranks.wait()
         try:
             for device in self._all.values():
                 device.synchronize()
@@ -350,7 +364,10 @@ class CudaExecutor:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._lost is None and (self._nccl is None or not self._nccl.is_over):
+        if self._ranks is not None and not self._ranks.is_over:
+            with suppress(RankError):
+                self._ranks.wait()
+        if self._lost is None and (self._ranks is None or not self._ranks.is_over):
             for host in self._hosts.values():
                 host.synchronize()
             for device in self._devices.values():
@@ -358,8 +375,8 @@ class CudaExecutor:
                 device.give_up_stream()
         if self._runner is not None:
             self._runner.close()
-        if self._nccl is not None:
-            self._nccl.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _make_random(self) -> dict[int, RandomOps]:
         program = self.schedule.captured.program
@@ -415,12 +432,17 @@ class CudaExecutor:
             self.reason = f"the step cannot be captured: {str(error).splitlines()[0]}"
             return None
 
-    def _make_mailroom(self, layouts: dict[int, Any]) -> PeerChannels | RankChannels:
-        if self._nccl is not None:
-            return self._nccl.channels(layouts)
-        return PeerChannels(
-            *(self.schedule, self._devices, layouts, self._push, self._wait_limit_s, self._routes)
+    def _make_mailroom(self, layouts: dict[int, Any]) -> PeerChannels | NcclChannels:
+        channels = (
+            self._ranks.channels(layouts)
+            if self._ranks is not None
+            else PeerChannels(
+                *(self.schedule, self._devices, layouts, self._push),
+                *(self._wait_limit_s, self._routes),
+            )
         )
+        channels.rehearse()
+        return channels
 
     def _rehearse(self, eager: EagerRunner, number: int) -> tuple[EagerRunner, dict[int, int]]:
         """Try a step; where it finds too little memory, once more without keeping large values."""

@@ -25,9 +25,9 @@ from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.expandable import expandable_segments
 from devplace.run.cuda.failures import forget_frames, is_out_of_memory
 from devplace.run.cuda.host import HostCrew, LateError
+from devplace.run.cuda.nccl_channels import NcclChannels
 from devplace.run.cuda.peer_channels import PeerChannels
 from devplace.run.cuda.random_ops import RandomOps
-from devplace.run.cuda.rank_channels import RankChannels
 from devplace.run.cuda.timeouts import first_cause
 from devplace.run.cuda.timestamps import Clock, Clocks
 from devplace.run.workers import Workers
@@ -73,7 +73,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        mailroom: PeerChannels | RankChannels,
+        mailroom: PeerChannels | NcclChannels,
         devices: Mapping[int, CudaDevice],
         random: Mapping[int, RandomOps],
         writes: tuple[DeviceWrites, ...],
@@ -287,10 +287,12 @@ class GraphRunner:
             clock,
             self._joins.when_over[device.index],
         )
+        carrier.begin()
         self._mailroom.flags[device.index].epoch.add_(1)
         for index in range(len(schedule.instructions[device.index])):
             one_pass.run(index)
-        step.kept.update((result, (device.index, value)) for result, value in one_pass.finish())
+        kept = carrier.share_results(dict(one_pass.finish()))
+        step.kept.update((result, (device.index, value)) for result, value in kept.items())
 
 
 def _end_of(device: CudaDevice) -> Any:

@@ -37,6 +37,7 @@ def _wait(
             seen = tl.atomic_add(at, 0, mask=mine, sem="acquire", scope="sys")
             late = mine & (seen < due)
             num_late = tl.sum(late.to(tl.int32))
+            failed = tl.load(error, volatile=True)
             spent = globaltimer() - begin
         if num_late > 0:
             code = tl.min(tl.where(late, first + lane + 1, 1 << 30))

@@ -25,7 +25,7 @@ from devplace.schedule.linear import come_with_others, lane_of
 from devplace.schedule.rough_times import JOINED_BYTES
 
 if TYPE_CHECKING:
-    from devplace.run.cuda.rank_channels import RankChannels
+    from devplace.run.cuda.nccl_channels import NcclChannels
 
 # Small tensors being pushed keep their memory until the ops are known to come after the push.
 MAX_HELD_BYTES = 512 * 2**20
@@ -50,6 +50,7 @@ class PeerChannels:
         push: Carries one tensor (another one for tests of faulty links).
         wait_limit_s: How long a tensor may be waited for, s.
         routes: Way of every transfer.
+        more_flags: Keys of further flags of each GPU, behind those of its transfers.
 
     Attributes:
         board: Buffers and flags in host memory.
@@ -64,8 +65,10 @@ class PeerChannels:
         push: Push,
         wait_limit_s: float,
         routes: Sequence[Route],
+        more_flags: Sequence[int] = (),
     ) -> None:
         self.schedule = schedule
+        self._devices = devices
         self.limit_ns = round(wait_limit_s * 1e9)
         self.push = push
         self.buffers: dict[int, Any] = {}
@@ -78,11 +81,22 @@ class PeerChannels:
             # The flags of those that one kernel waits for lie side by side.
             flagged = sorted(arriving, key=self.unawaited.__contains__)
             with device.current():
-                self.flags[index] = Flags(flagged, device.torch_device)
+                self.flags[index] = Flags([*flagged, *more_flags], device.torch_device)
                 kinds = {transfer: layouts[transfer] for transfer in arriving}
                 self.buffers |= receive_buffers(kinds, device.torch_device)
             device.synchronize()
-        self._rehearse(devices)
+
+    def rehearse(self) -> None:
+        """Push everything once: compiles and loads the kernels, and counts their blocks."""
+        blocks = self._push_all()
+        for device in self._devices.values():
+            device.synchronize()
+        blocks = self._of_everyone(blocks)
+        self.reset()
+        for device in self._devices.values():
+            torch.cuda.synchronize(device.torch_device)
+        for index, device in self._devices.items():
+            self._rehearse_receiver(index, device, blocks)
 
     def reset(self) -> None:
         """Flags as new; nothing may be running."""
@@ -112,7 +126,7 @@ class PeerChannels:
         """
         epoch = self.flags[self.schedule.transfers[transfer].src].epoch
         if self.routes[transfer] == "peer":
-            return self.push(source, self.buffers[transfer], self.flag(transfer), epoch)
+            return self.push(source, self.target(transfer), self.flag(transfer), epoch)
         send_to_host(source, self.board, transfer, epoch)
         return 0
 
@@ -150,23 +164,21 @@ class PeerChannels:
         with next(iter(devices.values())).current():
             return PinnedBoard(through_host)
 
-    def _rehearse(self, devices: Mapping[int, CudaDevice]) -> None:
-        """Push everything once: compiles and loads the kernels, and counts their blocks."""
+    def _push_all(self) -> dict[int, int]:
+        """Push zeros in all transfers; gives how much the flag of each grows by."""
         blocks: dict[int, int] = {}
         for transfer, record in enumerate(self.schedule.transfers):
-            if record.src in devices and self.target(transfer).numel():
-                with devices[record.src].current():
-                    target = self.target(transfer)
-                    like = empty_like_layout(target, devices[record.src].torch_device)
+            if record.src in self._devices and self.target(transfer).numel():
+                device = self._devices[record.src]
+                with device.current():
+                    like = empty_like_layout(self.target(transfer), device.torch_device)
                     words_of(like).zero_()
                     blocks[transfer] = self.carry(like, transfer)
-        for device in devices.values():
-            device.synchronize()
-        self.reset()
-        for device in devices.values():
-            torch.cuda.synchronize(device.torch_device)
-        for index, device in devices.items():
-            self._rehearse_receiver(index, device, blocks)
+        return blocks
+
+    def _of_everyone(self, blocks: dict[int, int]) -> dict[int, int]:
+        """With those of the GPUs that other processes drive."""
+        return blocks
 
     def _rehearse_receiver(self, index: int, device: CudaDevice, blocks: dict[int, int]) -> None:
         arriving = [
@@ -207,7 +219,7 @@ class FlagCarrier:
 
     def __init__(
         self,
-        mailroom: PeerChannels | RankChannels,
+        mailroom: PeerChannels | NcclChannels,
         device: CudaDevice,
         joins: Mapping[int, tuple[int, ...]],
         clock: Clock | None = None,
@@ -249,6 +261,13 @@ class FlagCarrier:
         self._held_bytes += num_bytes
         while self._held_bytes > MAX_HELD_BYTES:
             self._join_first(max(self._pending, key=lambda k: len(self._pending[k])))
+
+    def begin(self) -> None:
+        """Wait for what must be over before a step begins; one process waits between its graphs."""
+
+    def share_results(self, mine: dict[int, Any]) -> dict[int, Any]:
+        """Results of all processes that replace nothing, given this one's, by index."""
+        return mine
 
     def receive(self, transfer: int) -> Any:
         """The buffer of a tensor; it is there once `flush` was called.

@@ -81,7 +81,7 @@ class Group:
         self.failure = ""
         self._store = dist.PrefixStore(f"devplace/{next(_numbers)}", store)
         self._published = ""
-        self._looks = 0
+        self._looks = self._exchanged = 0
         self._peer: int | None = None
         self._workers = Workers([f"devplace rank {self.rank}"])
         self.hosts = self.exchange("host", socket.gethostname(), "compile")
@@ -103,14 +103,15 @@ class Group:
         A process that is in a block of `keeping_alive` is waited for, however long that takes.
 
         Args:
-            topic: Names it; a new one each time.
+            topic: What it is about; all processes exchange the same in the same order.
             value: Plain JSON.
             where: What the processes are at, for messages.
 
         Raises:
             RankError: A process failed, or did not come in time.
         """
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        self._exchanged += 1
+        keys = [f"{topic}/{self._exchanged}/{rank}" for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], json.dumps(value))
             self._await(keys, where)
@@ -185,13 +186,21 @@ class Group:
             RankError: Another process failed.
         """
         while True:
-            if self.failure:
-                raise self._failed(self.failure)
+            self.check()
             try:
                 return queue.get(timeout=POLL_S)
             except Empty:
                 self._publish()
                 self._raise_failure()
+
+    def check(self) -> None:
+        """See that the group is not over, as far as this process knows.
+
+        Raises:
+            RankError: A process failed.
+        """
+        if self.failure:
+            raise self._failed(self.failure)
 
     def poll(self, is_done: Callable[[], bool]) -> None:
         """Wait until something is done that all processes do together.

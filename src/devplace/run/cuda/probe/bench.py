@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from devplace.errors import ExecutionError
+from devplace.run.cuda.device_memory import allowed_bytes
 from devplace.run.cuda.probe.hops import HOST_LARGEST, ROUNDS, hop_times, host_times
 from devplace.run.cuda.probe.overheads import measure_overheads
 from devplace.run.cuda.probe.port import WAIT_LIMIT_NS, Port, copy_bytes, pattern
@@ -25,7 +26,7 @@ HOST_CHECK_BYTES = (2**10, 2**22)
 SHARED_BYTES = 2**25
 SHARED_ROUNDS = 8
 FREE_SHARE = 8
-"""Buffers take at most one part in so many of the memory that is free."""
+"""Buffers take at most one part in so many of the memory that the process may still take."""
 
 
 class CudaBench:
@@ -65,7 +66,7 @@ class CudaBench:
 
     def warm_up(self) -> None:
         """Contexts, peer access, buffers, and every kernel once on every device."""
-        free = min(torch.cuda.mem_get_info(port.torch_device)[0] for port in self._all())
+        free = min(allowed_bytes(port) for port in self._all())
         self._sizes = tuple(s for s in SIZES if 2 * s * FREE_SHARE <= free) or SIZES[:1]
         for port in self._all():
             port.allocate(self._sizes[-1])

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from devplace.run.cuda import rank_channels
+from devplace.run.cuda import nccl_channels
 from devplace.run.cuda.device_pass import DevicePass, StateWrites
 from devplace.run.cuda.eager import EagerRunner
-from devplace.run.cuda.rank_channels import RankChannels
+from devplace.run.cuda.nccl_channels import NcclChannels
 from devplace.run.ranks.processes import Processes
 from devplace.run.unplaced import run_unplaced
 from devplace.schedule import Schedule, make_schedule
@@ -83,8 +83,8 @@ def _threads_as_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         send=lambda tensor, rank, group: group.send(tensor, rank),
         recv=lambda tensor, rank, group: group.receive(tensor, rank),
     )
-    monkeypatch.setattr(rank_channels, "dist", calls)
-    monkeypatch.setattr(rank_channels, "Flags", lambda transfers, device: None)
+    monkeypatch.setattr(nccl_channels, "dist", calls)
+    monkeypatch.setattr(nccl_channels, "Flags", lambda transfers, device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: Stream())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(FakeGpu, "main", Stream(), raising=False)
@@ -107,17 +107,20 @@ def one_process(
     with torch.no_grad():
         eager = EagerRunner(schedule, devices, random, own, writes, (), processes)
         eager._compute(1, {}, is_trial=True)
-        channels = RankChannels(schedule, gpu, eager.layouts, processes, group)
+        channels = NcclChannels(schedule, gpu, eager.layouts, processes, group)
+        channels.rehearse()
+        carrier = channels.carrier(gpu, joined_before(schedule, order), None)
         one_pass = DevicePass(
             *(schedule, rank, gpu.torch_device, gpu.buffers),
-            channels.carrier(gpu, joined_before(schedule, order), None),
+            carrier,
             random[rank],
             StateWrites(writes[rank], strides=eager.strides),
             joins=PushJoins.of(schedule).when_over[rank],
         )
         for _, index in own:
             one_pass.run(index)
-        kept = dict(one_pass.finish())
+        kept = carrier.share_results(dict(one_pass.finish()))
+    assert set(processes.owners()) == kept.keys()
     for index, result in enumerate(schedule.graph.results):
         if result.replaces >= 0 and schedule.device_of_op[result.replaces] == rank:
             kept[index] = gpu.buffers[result.replaces]

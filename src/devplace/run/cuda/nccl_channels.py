@@ -10,13 +10,12 @@ not branches of a graph run at the same time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from devplace.errors import InputError, RankError
 from devplace.run.cuda.device import CudaDevice, Flags
 from devplace.run.cuda.peer_channels import SIDE_PRIORITY, FlagCarrier, receive_buffers
 from devplace.run.cuda.push import words_of
@@ -26,7 +25,7 @@ from devplace.run.ranks.turns import Turns
 from devplace.schedule import Schedule
 
 
-class RankChannels:
+class NcclChannels:
     """Receive buffers of one GPU's transfers, all of which come from other processes.
 
     Args:
@@ -59,13 +58,13 @@ class RankChannels:
             self.buffers = receive_buffers(kinds, device.torch_device)
         self.order = tuple(t for t in processes.order if layouts[t].numel())
         self.unawaited: frozenset[int] = frozenset()
-        self._rehearse(device)
+        self._device = device
 
     def carrier(
         self, device: CudaDevice, joins: Mapping[int, tuple[int, ...]], clock: Clock | None
-    ) -> RankCarrier:
+    ) -> NcclCarrier:
         """What carries tensors while the graph of the GPU is captured."""
-        return RankCarrier(self, device, joins, clock)
+        return NcclCarrier(self, device, joins, clock)
 
     def lane(self, _: int) -> int:
         """Everything has one stream."""
@@ -85,11 +84,21 @@ class RankChannels:
         sender, _ = self.processes.ends(transfer)
         dist.recv(words_of(self.buffers[transfer]), sender, group=self._group)
 
+    def spread(self, value: Any, owner: int) -> None:
+        """Send a result from its owner to all others, on the current stream."""
+        me = self.processes.group.rank
+        for rank in range(self.processes.group.size):
+            if value.numel() and rank != owner and me == owner:
+                dist.send(words_of(value), rank, group=self._group)
+            elif value.numel() and rank != owner and me == rank:
+                dist.recv(words_of(value), owner, group=self._group)
+
     def reset(self) -> None:
         """There is nothing to reset: after a failure the processes end."""
 
-    def _rehearse(self, device: CudaDevice) -> None:
+    def rehearse(self) -> None:
         """Carry everything once, so that NCCL connects and loads its kernels before a capture."""
+        device = self._device
         with device.current():
             for transfer in self.order:
                 if transfer in self.buffers:
@@ -104,12 +113,12 @@ class RankChannels:
         device.synchronize()
 
 
-class RankCarrier(FlagCarrier):
+class NcclCarrier(FlagCarrier):
     """Sends and receives of one GPU while its graph is captured; see `FlagCarrier`."""
 
     def __init__(
         self,
-        channels: RankChannels,
+        channels: NcclChannels,
         device: CudaDevice,
         joins: Mapping[int, tuple[int, ...]],
         clock: Clock | None = None,
@@ -137,74 +146,34 @@ class RankCarrier(FlagCarrier):
         self._awaited = []
         return waits
 
+    def share_results(self, mine: dict[int, Any]) -> dict[int, Any]:
+        """Results of all processes that replace nothing, given this one's, by index.
+
+        They are sent last, in one order; outside of the graph a message of NCCL could run beside
+        those of the graph, which it cannot bear.
+        """
+        processes = self._channels.processes
+        group, graph = processes.group, processes.schedule.graph
+        found = {}
+        self._side.wait_stream(self._device.main)
+        for index, owner in processes.owners().items():
+            record = graph.tensors[graph.results[index].tensor]
+            if owner == group.rank:
+                found[index] = mine[index].contiguous()
+                self._side.wait_stream(self._device.main)
+            else:
+                found[index] = torch.empty(
+                    record.shape,
+                    dtype=getattr(torch, record.dtype),
+                    device=self._device.torch_device,
+                )
+            with torch.cuda.stream(self._side):
+                self._channels.spread(found[index], owner)
+        self._device.main.wait_stream(self._side)
+        return found
+
     def _receive(self, transfer: int) -> None:
         """It waits for nothing but what comes before it in the order."""
         with torch.cuda.stream(self._side):
             self._channels.receive(transfer)
             self._came[transfer] = self._side.record_event()
-
-
-class NcclRanks:
-    """The NCCL process group of a step: its channels, its results, and waiting for it.
-
-    Args:
-        processes: All of them.
-        devices: What this one drives.
-
-    Raises:
-        InputError: That is not one GPU.
-    """
-
-    def __init__(self, processes: Processes, devices: Sequence[Any]) -> None:
-        if len(devices) != 1 or not isinstance(devices[0], CudaDevice):
-            raise InputError(
-                f"Of several processes with GPUs each drives one GPU and no CPU: "
-                f"{processes.group.name(processes.group.rank)} has {len(devices)} devices with "
-                f"ops. Start a process for each GPU of the plan, and plan without CPUs."
-            )
-        self._processes = processes
-        self._device: CudaDevice = devices[0]
-        self._nccl = dist.new_group(backend="nccl", device_id=self._device.torch_device)
-        self.is_over = False
-
-    def channels(self, layouts: Mapping[int, Any]) -> RankChannels:
-        """Receive buffers, and what carries tensors into them."""
-        return RankChannels(
-            self._processes.schedule, self._device, layouts, self._processes, self._nccl
-        )
-
-    def share_results(self, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """Results of all processes on this one's GPU, on the caller's stream; not waited for."""
-        graph, found = self._processes.schedule.graph, {}
-        with torch.cuda.device(self._device.torch_device):
-            for index, owner in self._processes.owners().items():
-                record = graph.tensors[graph.results[index].tensor]
-                value = mine.get(index)
-                if value is None:
-                    dtype = getattr(torch, record.dtype)
-                    value = torch.empty(record.shape, dtype=dtype, device=self._device.torch_device)
-                found[index] = value.contiguous()
-                dist.broadcast(found[index], owner, group=self._nccl)
-        return found
-
-    def wait(self) -> None:
-        """Wait for all that was started here, and watch the other processes meanwhile.
-
-        Raises:
-            RankError: Another process failed, or does not go on.
-        """
-        end = torch.cuda.current_stream(self._device.torch_device).record_event()
-        events = (end, self._device.main.record_event())
-        group = self._processes.group
-        try:
-            group.poll(lambda: all(event.query() for event in events))
-        except RankError:
-            self.is_over = True
-            dist.distributed_c10d._abort_process_group(self._nccl)
-            raise
-
-    def close(self) -> None:
-        """End the process group; the others do the same."""
-        if not self.is_over:
-            self.is_over = True
-            dist.destroy_process_group(self._nccl)
