@@ -36,6 +36,7 @@ def _clean() -> None:
     """The same weights in every run, and no memory of tests before."""
     torch.manual_seed(0)
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # of streams that steps before have used
     torch.cuda.empty_cache()
 
 
