@@ -25,7 +25,10 @@ from devplace.run.compile import compile_step
 
 SECONDS = 20.0
 STEPS = 50
-NCCL_SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET")
+NCCL_SETTINGS = (
+    *("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET"),
+    "NCCL_GRAPH_MIXING_SUPPORT",
+)
 
 
 def share(text: str) -> str:
@@ -53,7 +56,7 @@ def measure(name: str, machine: dp.Machine, budget: str, seed: int) -> dict[str,
     batch = tuple(tensor.to(home) for tensor in workload.inputs)
     with dp.compile(graph, plan, seed=seed, timeout_s=300.0) as step:
         together = time_steps(lambda: step(*batch), [home], SECONDS, STEPS, fixed=True)
-        mode = step.executor.mode
+        mode, transport = step.executor.mode, step.executor.transport
     dist.barrier()
     alone = None
     if rank == 0:
@@ -70,6 +73,7 @@ def measure(name: str, machine: dp.Machine, budget: str, seed: int) -> dict[str,
         "predicted_ms": plan.predicted.step_ns / 1e6,
         "transfers": plan.predicted.num_transfers,
         "mode": mode,
+        "transport": transport,
         "processes": together,
         "one_process": alone,
     }
@@ -85,6 +89,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # read once, as NCCL is first used
     dist.init_process_group("cpu:gloo,cuda:nccl")
     machine = dp.load_machine(options.machine or f"h200x{dist.get_world_size()}")
     result: dict[str, Any] = {

@@ -230,14 +230,16 @@ def parallel(batch: str = "whole") -> Any:
 
 
 def step_on_gpus(name: str, size: str) -> tuple[Any, Any, Any]:
-    """A workload captured for a GPU in each process, its batch, and a random plan."""
+    """A workload captured for a GPU in each process, its batch, and a plan: a random one where it is
+    small, so that much crosses."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     made = workloads.build(name, size=size, device="cpu", seed=0)
     optimizer = torch.optim.Adam(made.model.parameters(), lr=1e-3)
     graph = dp.capture(made.model, made.inputs, made.loss_fn, optimizer, device="cuda")
     machine = dp.load_machine(f"h200x{os.environ['WORLD_SIZE']}")
     problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine), exclude=["cpu:0"])
-    return graph, made.inputs, dp.place(problem, placers.Random(), budget="8ev", seed=1).plan
+    placer = placers.Random() if size == "small" else placers.Search()
+    return graph, made.inputs, dp.place(problem, placer, budget="100ev", seed=1).plan
 
 
 def train_on_gpus(name: str, size: str = "small") -> Any:

@@ -33,10 +33,10 @@ def test_processes_with_gpus_give_the_numbers_of_one(
 def test_a_step_of_many_messages_ends(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    """A full-sized step placed at random, whose ops take long enough to overlap with messages."""
+    """A full-sized step, with some hundred messages among ops that take as long as they do."""
     if transport == "nccl":
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    found = launch(tmp_path, 2, "train_on_gpus", name="nmt-2", size="full")
+    found = launch(tmp_path, 2, "train_on_gpus", name="nmt-4", size="full")
     assert_numbers(found, transport)
 
 

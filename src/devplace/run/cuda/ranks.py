@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +49,8 @@ class GpuRanks:
         self.transport = "shared memory"
         if not can_share(processes.group, self._device):
             self.transport = "nccl"
-            self._nccl = _new_nccl(self._device)
+            where = self._device.torch_device
+            self._nccl = dist.new_group(backend="nccl", device_id=where)
 
     def channels(self, layouts: Mapping[int, Any]) -> NcclChannels | SharedChannels:
         """Receive buffers, and what carries tensors into them."""
@@ -95,14 +95,3 @@ class GpuRanks:
             self.is_over = True
             if self._nccl is not None:
                 dist.destroy_process_group(self._nccl)
-
-
-def _new_nccl(device: CudaDevice) -> Any:
-    """NCCL's process group of a step.
-
-    That NCCL lets messages inside and outside of graphs be mixed is switched off: for that it puts
-    nodes beside its own into a graph, and CUDA may queue one behind a message that waits for it.
-    All messages of a step are inside, so nothing is mixed.
-    """
-    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
-    return dist.new_group(backend="nccl", device_id=device.torch_device)

@@ -36,6 +36,13 @@ _LAST_S = 5.0
 _SPIN_S = 0.1
 ALL = -1
 """In place of a process that is waited for."""
+# All messages of a step are inside its graphs, and a graph is launched once the one before is over.
+# To let messages inside and outside be mixed, NCCL puts nodes beside its own into a graph; CUDA may
+# queue one of them behind a message that waits for it.
+_NCCL_SETTINGS = {
+    "NCCL_GRAPH_MIXING_SUPPORT": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
 _numbers = itertools.count()
 _failures: list[str] = []
 
@@ -73,6 +80,8 @@ class Group:
         if not timeout_s >= 2 * MARGIN_S:
             raise InputError(f"timeout_s must be at least {2 * MARGIN_S:.0f} s, got {timeout_s}.")
         self._limit_s = timeout_s - MARGIN_S
+        for name, value in _NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
         is_made = dist.is_initialized()
         store = dist.distributed_c10d._get_default_store() if is_made else _new_store(timeout_s)
         self.rank = dist.get_rank() if is_made else int(os.environ["RANK"])
