@@ -390,3 +390,43 @@ def _errors_of(rows: list[dict[str, Any]], is_fitted: bool) -> str:
     ]
     which = "Over their rows" if is_fitted else "over the rows of other steps"
     return f"{which} ({len(errors)}): median {median(errors):.1%}, worst {max(errors):.1%}"
+
+
+def gpu_processes(data: dict[str, Any]) -> str:
+    """Steps of one plan by several processes and by one; rows of `gpu/processes.py`."""
+    lines = [
+        "# Several processes on the GPUs of one host",
+        "",
+        "Milliseconds per training step of one plan: run by two processes with a GPU each, which "
+        "see that the step before the last is over before they begin the next, and by one process "
+        "with both GPUs. Plans by `search` with analytic costs; Adam, float32 without TF32. Losses are "
+        "the same to the last digit.",
+        "",
+        "| step | transport | mixing in NCCL | transfers | two processes | one process | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in data["runs"]:
+        for row in run["rows"]:
+            together, alone = row["processes"]["step_ms"], row["one_process"]["step_ms"]
+            is_nccl = row["transport"] == "nccl"
+            is_mixed = run["nccl"].get("NCCL_GRAPH_MIXING_SUPPORT") == "1"
+            mixing = ("on" if is_mixed else "off") if is_nccl else ""
+            lines.append(
+                f"| {row['workload']} | {row['transport']} | {mixing} | "
+                f"{row['transfers']} | {together:.2f} | {alone:.2f} | {together / alone:.3f} |"
+            )
+    made = data["runs"][0]
+    commits = ", ".join(dict.fromkeys(run["commit"] for run in data["runs"]))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "NCCL had peer access switched off (NCCL_P2P_DISABLE=1), so it went through host "
+            "memory; its two rows are of two plans. With peer access it was tried before dfb8a37 "
+            "alone, with results broadcast beside the graph: the first step of NMT-4 never ended.",
+            "",
+            f"Made on 2 x {made['gpu']}, {made['cores']} cores, Python {made['python']}, torch "
+            f"{made['torch']}, seed {made['seed']}, commits {commits}.",
+            "",
+        ]
+    )

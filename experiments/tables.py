@@ -170,6 +170,7 @@ TABLES = {
     "gpu_fused": fused_tables.gpu_fused,
     "gpu_held_back": gpu_tables.gpu_held_back,
     "gpu_memory": gpu_tables.gpu_memory,
+    "gpu_processes": gpu_tables.gpu_processes,
     "gpu_rewards": gpu_tables.gpu_rewards,
 }
 

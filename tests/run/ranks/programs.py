@@ -230,7 +230,7 @@ def parallel(batch: str = "whole") -> Any:
 
 
 def step_on_gpus(name: str, size: str) -> tuple[Any, Any, Any]:
-    """A workload captured for a GPU in each process, its batch, and a plan: a random one where it is
+    """A workload captured for a GPU in each process, its batch, and a plan: a random one if it is
     small, so that much crosses."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     made = workloads.build(name, size=size, device="cpu", seed=0)
