@@ -399,8 +399,8 @@ def gpu_processes(data: dict[str, Any]) -> str:
         "",
         "Milliseconds per training step of one plan: run by two processes with a GPU each, which "
         "see that the step before the last is over before they begin the next, and by one process "
-        "with both GPUs. Plans by `search` with analytic costs; Adam, float32 without TF32. Losses are "
-        "the same to the last digit.",
+        "with both GPUs. Plans by `search` with analytic costs; Adam, float32 without TF32. Losses "
+        "are the same to the last digit.",
         "",
         "| step | transport | mixing in NCCL | transfers | two processes | one process | ratio |",
         "|---|---|---|---|---|---|---|",
