@@ -38,6 +38,8 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["plan", "mlp.py:build", "-o", "no/such/folder/plan.json"], 2, ["no/such/folder"]),
     (["plan", "mlp.py:build", "--budget", "9ev", "--size", "huge"], 2, ["huge"]),
     (["compare", "mlp.py:build", "--placers", "heft,hefft"], 2, ["heft"]),
+    (["plan", "mlp.py:build", "--ray", "local"], 2, ["--ray and --workers go together"]),
+    (["compare", "mlp.py:build", "--workers", "2"], 2, ["--ray and --workers go together"]),
     (["run", "nothing.json"], 2, ["nothing.json"]),
     (["run", "odd-limits.json"], 2, ["limits"]),
     (["run", "odd-model.json"], 2, ["model"]),

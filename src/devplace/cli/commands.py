@@ -25,6 +25,7 @@ from devplace.errors import did_you_mean
 if TYPE_CHECKING:
     from devplace.cli.planning import Outputs
     from devplace.cli.session import Given, PlanRequest
+    from devplace.placers.ray_workers import RayWorkers
 
 
 class _Group(click.Group):
@@ -88,6 +89,19 @@ def _outputs(values: dict[str, Any]) -> Outputs:
     from devplace.cli.planning import Outputs
 
     return Outputs(values["output"], values["html"], values["log_dir"], values["resume"])
+
+
+def _workers(values: dict[str, Any]) -> RayWorkers | None:
+    from devplace.errors import InputError
+    from devplace.placers.ray_workers import RayWorkers
+
+    address, count = values["ray"], values["workers"]
+    if (address is None) != (count is None):
+        raise InputError(
+            "--ray and --workers go together: as `--ray local --workers 4`, or the address of a "
+            "cluster in place of local."
+        )
+    return None if address is None else RayWorkers(count, "" if address == "local" else address)
 
 
 def _request(values: dict[str, Any]) -> PlanRequest:
@@ -179,6 +193,7 @@ def plan(**values: Any) -> None:
         values["seed"],
         _outputs(values),
         values["confirm"],
+        _workers(values),
     )
     _show(outcome, values["as_json"])
 
@@ -200,7 +215,12 @@ def compare(**values: Any) -> None:
     from devplace.cli import planning
 
     outcome = planning.compare(
-        _request(values), values["placers"], values["budget"], values["seed"], _outputs(values)
+        _request(values),
+        values["placers"],
+        values["budget"],
+        values["seed"],
+        _outputs(values),
+        _workers(values),
     )
     _show(outcome, values["as_json"])
 

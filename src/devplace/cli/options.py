@@ -104,6 +104,18 @@ def problem_options(command: F) -> F:
             help="Time of one step, or largest device load when steps of many batches overlap.",
         ),
         click.option(
+            "--ray",
+            metavar="local|ADDRESS",
+            help="Search on a Ray cluster, as auto or ray://host:10001; local: on one begun here.",
+        ),
+        click.option(
+            "--workers",
+            type=click.IntRange(1),
+            default=None,
+            metavar="NUMBER",
+            help="Searches side by side with --ray, each with the whole budget.",
+        ),
+        click.option(
             "--pin", multiple=True, metavar="PATTERN=DEVICE", help="As 'encoder.*=cuda:1'."
         ),
         click.option(

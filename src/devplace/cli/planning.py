@@ -26,6 +26,7 @@ from devplace.cli.trust import remember
 from devplace.errors import InputError, WriteError
 from devplace.placers import Budget, Evaluator, Placer, Result
 from devplace.placers.infeasible import infeasible
+from devplace.placers.ray_workers import RayWorkers
 from devplace.problem import Placement, Problem
 from devplace.report import Skipped
 from devplace.simulator.bounds import LowerBound, lower_bound
@@ -277,6 +278,7 @@ def plan(
     seed: int,
     outputs: Outputs,
     confirms: bool = False,
+    workers: RayWorkers | None = None,
 ) -> PlanOutcome:
     """Plan with one placer; with `confirms`, run the best few plans and take the fastest."""
     placer, limits = outputs.logged(_placer(placer_name)), Budget.parse(budget)
@@ -292,7 +294,7 @@ def plan(
     with working("computing the lower bound"):
         bound = lower_bound(session.problem)
     with _progress([placer.name]) as begin:
-        result = _place(session, placer, limits, seed, bound, begin(placer.name))
+        result = _place(session, placer, limits, seed, bound, begin(placer.name), workers)
     confirmation = None
     if confirms and result.is_feasible and not result.is_interrupted:
         confirmation, result = _confirmed(session, result)
@@ -322,7 +324,12 @@ def _confirmed(session: Session, result: Result) -> tuple[Confirmation, Result]:
 
 
 def compare(
-    request: PlanRequest, names: str, budget: str, seed: int, outputs: Outputs
+    request: PlanRequest,
+    names: str,
+    budget: str,
+    seed: int,
+    outputs: Outputs,
+    workers: RayWorkers | None = None,
 ) -> CompareOutcome:
     """Plan with several placers, each on the whole budget."""
     chosen = [outputs.logged(placer) for placer in _choose(names, request.objective)]
@@ -341,7 +348,7 @@ def compare(
             if reason:
                 rows.append(Skipped(placer.name, reason))
             else:
-                result = _place(session, placer, limits, seed, bound, spent)
+                result = _place(session, placer, limits, seed, bound, spent, workers)
                 rows.append(result)
                 if result.is_interrupted:
                     break
@@ -358,6 +365,7 @@ def _place(
     seed: int,
     bound: LowerBound,
     spent: Callable[[float], None] | None,
+    workers: RayWorkers | None,
 ) -> Result:
     return placers.place(
         session.problem,
@@ -369,6 +377,7 @@ def _place(
         allow_infeasible=True,
         bound=bound,
         progress=spent,
+        workers=workers,
     )
 
 

@@ -24,6 +24,7 @@ from devplace.placers.partitioners.pipedream import PipeDream
 from devplace.placers.partitioners.scotch import Scotch, ScotchRepaired
 from devplace.placers.place import OBJECTIVES, place
 from devplace.placers.placer import Placer
+from devplace.placers.ray_workers import RayWorkers
 from devplace.placers.result import Result
 from devplace.placers.simple.data_parallel import DataParallel
 from devplace.placers.simple.even import Even, Topo
@@ -136,6 +137,7 @@ __all__ = [
     "PostPg",
     "PostPpo",
     "Random",
+    "RayWorkers",
     "Result",
     "Score",
     "Scotch",

@@ -12,6 +12,7 @@ from devplace.placers.counted_simulator import Measure
 from devplace.placers.infeasible import infeasible, no_room
 from devplace.placers.objective import LATENCY, Objective
 from devplace.placers.placer import Placer
+from devplace.placers.ray_workers import RayWorkers
 from devplace.placers.result import Result, made_for
 from devplace.placers.throughput_placing import Throughput
 from devplace.plan import make_plan
@@ -33,6 +34,7 @@ def place(
     bound: LowerBound | None = None,
     progress: Callable[[float], None] | None = None,
     measure: Measure | None = None,
+    workers: RayWorkers | None = None,
 ) -> Result:
     """Place `problem` with `placer`.
 
@@ -55,6 +57,7 @@ def place(
             then learns from these times instead of simulated ones, and `history` holds them. The
             result's own step time is simulated in any case. If it has a method `many`, that gets
             all placements of an update at once, and gives a list.
+        workers: Searches side by side, of which the best counts; here by default.
 
     Ctrl-C ends the placer; if it had found something, that is returned.
 
@@ -86,7 +89,13 @@ def place(
     bound = bound or lower_bound(problem)
     if bound.is_infeasible and not allow_infeasible:
         raise no_room(problem, bound)
-    found = goal.search(problem, placer, budget, seed, progress, measure, bound)
+    if workers is None:
+        found = goal.search(problem, placer, budget, seed, progress, measure, bound)
+    elif measure is None:
+        found = workers.search(goal, problem, placer, budget, seed, bound)
+        request = {**(request or {}), "workers": workers.count}
+    else:
+        raise InputError("measure runs steps in this process: leave it out, or workers.")
     placement, timeline = found.placement, found.timeline
     bound = replace(bound, proved_ns=max(bound.proved_ns, found.proved_ns))
     if found.is_infeasible and not bound.lack:
