@@ -242,7 +242,10 @@ class CudaExecutor:
                     self._runner = self._make_runner(number)
                 self._doing = f"Step {number}"
                 return self._run_timed(number) if is_timed else self._run(number)
-        except (LateTensorError, RankError):
+        except LateTensorError:
+            raise
+        except RankError:
+            self._lose_state()
             raise
         except (RuntimeError, ExecutionError) as error:
             failure = self._failure(self._doing, error)
@@ -348,7 +351,11 @@ class CudaExecutor:
         """
         self._raise_lost()
         if self._ranks is not None:
-            self._ranks.wait()
+            try:
+                self._ranks.wait()
+            except RankError:  # what the GPU still made of the step is worthless
+                self._lose_state()
+                raise
         try:
             for device in self._all.values():
                 device.synchronize()
