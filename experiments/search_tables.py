@@ -212,3 +212,32 @@ def more_devices(data: dict[str, Any], made: str) -> str:
 
 def _case(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["workload"], row["parts"], row["evaluations"]
+
+
+def cluster(data: dict[str, Any], made: str) -> str:
+    """What workers of a Ray cluster find side by side, medians over seeds."""
+    found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        found.setdefault((row["workload"], row["placer"], row["workers"]), []).append(row)
+    lines = [
+        "# Searches on a Ray cluster",
+        "",
+        f"Every worker searches with {data['budget']} and a seed of its own, and the best is kept. "
+        f"Predicted ms per training step on {data['machine']} (SGD, analytic costs): median over "
+        "seeds, in brackets smallest and largest. Each search was done twice; *again* says how many "
+        "gave the same plan in every op. Work is counted, not timed: all workers shared one "
+        "computer.",
+        "",
+        made,
+        "",
+        "| workload | placer | workers | simulations | step | again |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (workload, placer, count), rows in found.items():
+        steps = [row["step_ns"] / 1e6 for row in rows]
+        same = sum(row["equal"] for row in rows)
+        lines.append(
+            f"| {workload} | {placer} | {count} | {median(row['evaluations'] for row in rows):.0f} "
+            f"| {median(steps):.2f} ({min(steps):.2f} to {max(steps):.2f}) | {same} of {len(rows)} |"
+        )
+    return "\n".join([*lines, ""])

@@ -125,6 +125,11 @@ def micro_batches(data: dict[str, Any]) -> str:
     return search_tables.micro_batches(data, provenance_line(data["provenance"]))
 
 
+def cluster(data: dict[str, Any]) -> str:
+    """See `search_tables`."""
+    return search_tables.cluster(data, provenance_line(data["provenance"]))
+
+
 def fused_planning(data: dict[str, Any]) -> str:
     """See `search_tables`."""
     return search_tables.fused_planning(data, provenance_line(data["provenance"]))
@@ -158,6 +163,7 @@ TABLES = {
     "stacked": stacked,
     "micro_batches": micro_batches,
     "more_devices": more_devices,
+    "cluster": cluster,
     "fused_planning": fused_planning,
     "compare_placers": compare_placers,
     "compare_60s": compare_placers,
