@@ -225,8 +225,7 @@ def cluster(data: dict[str, Any], made: str) -> str:
         f"Every worker searches with {data['budget']} and a seed of its own, and the best is kept. "
         f"Predicted ms per training step on {data['machine']} (SGD, analytic costs): median over "
         "seeds, in brackets smallest and largest. Each search was done twice; *again* says how many "
-        "gave the same plan in every op. Work is counted, not timed: all workers shared one "
-        "computer.",
+        "gave the same plan in every op. Work is counted, not timed: all workers shared a computer.",
         "",
         made,
         "",
@@ -235,9 +234,11 @@ def cluster(data: dict[str, Any], made: str) -> str:
     ]
     for (workload, placer, count), rows in found.items():
         steps = [row["step_ns"] / 1e6 for row in rows]
+        spread = f"{median(steps):.2f} ({min(steps):.2f} to {max(steps):.2f})"
+        simulations = median(row["evaluations"] for row in rows)
         same = sum(row["equal"] for row in rows)
         lines.append(
-            f"| {workload} | {placer} | {count} | {median(row['evaluations'] for row in rows):.0f} "
-            f"| {median(steps):.2f} ({min(steps):.2f} to {max(steps):.2f}) | {same} of {len(rows)} |"
+            f"| {workload} | {placer} | {count} | {simulations:.0f} | {spread} "
+            f"| {same} of {len(rows)} |"
         )
     return "\n".join([*lines, ""])
