@@ -224,8 +224,8 @@ def cluster(data: dict[str, Any], made: str) -> str:
         "",
         f"Every worker searches with {data['budget']} and a seed of its own, and the best is kept. "
         f"Predicted ms per training step on {data['machine']} (SGD, analytic costs): median over "
-        "seeds, in brackets smallest and largest. Each search was done twice; *again* says how many "
-        "gave the same plan in every op. Work is counted, not timed: all workers shared a computer.",
+        "seeds, in brackets smallest and largest. Each search was done twice; *again*: how many "
+        "gave the same plan in every op. Work is counted: all workers shared one computer.",
         "",
         made,
         "",
