@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from devplace.step_capture.strides import is_dense
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 PIECE = 1 << 22
 """Elements computed at once: 16 MiB in float32, which caches of large GPUs hold."""
@@ -72,11 +74,9 @@ def _into(op: str, *tensors: Tensor, out: Tensor) -> Tensor:
 
 
 def _are_dense_alike(tensors: list[Tensor]) -> bool:
-    """Whether all are laid out alike, without gaps; the last is written, so nothing overlaps."""
-    shape, stride = tensors[-1].shape, tensors[-1].stride()
-    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    alike = all(each.shape == shape and each.stride() == stride for each in tensors)
-    return alike and span == shape.numel()
+    last = tensors[-1]
+    alike = all(each.shape == last.shape and each.stride() == last.stride() for each in tensors)
+    return alike and is_dense(last)
 
 
 def _defined() -> Any:
