@@ -12,6 +12,8 @@ from devplace.auto.fit import Fit, fit, fit_steps
 from devplace.auto.planning import find_target
 from devplace.auto.step_variants import StepVariants
 from devplace.errors import CaptureError
+from devplace.graph.serialize import fingerprint
+from devplace.step_capture import capture
 from devplace.units import SIZE_UNITS
 
 MB = SIZE_UNITS["MB"]
@@ -176,3 +178,18 @@ def test_a_step_that_is_no_graph_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(CaptureError):
         fit(model, (torch.ones(3, 4),), lambda m, x: m(x).sum() if m(x).sum() > 0 else m(x).mean())
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_ways_that_share_a_trace_are_the_graphs_of_their_own_captures(fuse: bool) -> None:
+    """As it is and with recompute, of the given batch and another; the order does not matter."""
+    model, (x,), loss, optimizer = tall(blocks=3)
+    ways = [(False, 0), (True, 0), (True, 5), (False, 5), (False, 0)]
+    for order in (ways, ways[::-1]):
+        steps = StepVariants(model, (x,), loss, optimizer)
+        for recompute, rows in order:
+            given = torch.empty(rows or ROWS, TOKENS, WIDTH, device="meta")
+            alone = capture(model, (given,), loss, optimizer, recompute=recompute, fuse=fuse)
+            shared = steps.capture(recompute, rows=rows, fuse=fuse)
+            assert fingerprint(shared) == fingerprint(alone)
+            assert shared.meta["recompute"] == alone.meta["recompute"]

@@ -13,6 +13,7 @@ from devplace import placers
 from devplace.errors import InfeasibleError
 from devplace.machine import load_machine
 from devplace.placers import Budget, Evaluator, Search, Single, place
+from devplace.placers.local_search import search
 from devplace.placers.local_search.starts import Starts
 from devplace.placers.orders import held_back, in_trace_order
 from devplace.problem import Placement
@@ -179,3 +180,16 @@ def test_what_fits_on_no_device_is_split_whatever_it_gains() -> None:
     with pytest.raises(InfeasibleError):
         place(replace(problem, limits={"cuda:0": 1, "cuda:1": 1}), Single(), "9ev")
     assert isinstance(result.placement, Placement)
+
+
+def test_the_end_of_the_budget_goes_to_the_plan_on_fewer_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five devices of six, as fast as any plan that was found; slower if nothing is left for it."""
+    problem = layered_problem(300, 6, 4)
+    few = place(problem, Search(), "1000ev", seed=4)
+    assert few.evaluations <= 1000
+    assert sum(map(bool, few.timeline.order)) == 5
+    assert few.step_ns == place(problem, Search(least_gain=0), "1000ev", seed=4).step_ns
+    monkeypatch.setattr(search, "SIMPLER_PART", 0.0)
+    assert place(problem, Search(), "1000ev", seed=4).step_ns > few.step_ns

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from devplace.errors import CaptureError
 from devplace.graph import Captured
+
+if TYPE_CHECKING:
+    from devplace.step_capture.micro_batches.chunks import Known
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +34,7 @@ class StepVariants:
     options: dict[str, Any] = field(default_factory=dict)
     tell: Callable[[str], None] = lambda text: None
     _found: dict[tuple[bool, int, int, bool], Captured | CaptureError] = field(default_factory=dict)
-    _known: dict[int, Any] = field(default_factory=dict)
+    _known: dict[int, Known] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -73,7 +77,6 @@ class StepVariants:
     def _captured(self, recompute: bool, micro_batches: int, rows: int, fuse: bool) -> Captured:
         from devplace.step_capture import capture
         from devplace.step_capture.batch import with_rows
-        from devplace.step_capture.micro_batches.chunks import Known
 
         named = [
             "recompute" * recompute,
@@ -97,5 +100,19 @@ class StepVariants:
                 recompute=recompute,
                 fuse=fuse,
                 device="cpu",
-                known=self._known.setdefault(rows, Known()),
+                known=self._known_of(rows),
             )
+
+    def _known_of(self, rows: int) -> Known:
+        """What captures with so many rows share. Other batches are rehearsed no more than other
+        micro-batches: only their memory is asked for."""
+        from devplace.step_capture.micro_batches.chunks import Known
+        from devplace.step_capture.rewrites.blocks import named_blocks
+
+        if rows not in self._known:
+            given = self._known.get(0)
+            blocks: tuple[str, ...] = ()
+            with contextlib.suppress(CaptureError):
+                blocks = named_blocks(self.model, True)
+            self._known[rows] = Known(given.frames if given else None, blocks=blocks)
+        return self._known[rows]

@@ -20,6 +20,10 @@ OUT_FORMS = {
     "aten.minimum.default": "out",
     "aten.sqrt.default": "out",
     "aten.neg.default": "out",
+    "devplace.wide_mul.default": "out",
+    "devplace.wide_div.default": "out",
+    "devplace.wide_addcmul.default": "out",
+    "devplace.wide_addcdiv.default": "out",
 }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from devplace.device_kinds import CPU, GPU, is_accelerator, kind_of, torch_types
@@ -182,12 +184,12 @@ def capture(
         known = known or Known()
 
         def trace(each: CaptureRequest, rehearsed: Frames | None) -> Traced:
-            return _traced(each, progress, rehearsed)
+            return _rewritten(*_traced(each, progress, rehearsed))
 
         if batch.is_cut:
             step, gm, unchecked = trace_chunks(request, trace, known)
         else:
-            (step, gm), unchecked = trace(request, known.frames), ""
+            (step, gm), unchecked = _rewritten(*_whole(request, progress, known)), ""
         known.frames = step.frames
         meta = _meta(step.request, micro_batches, batch_dims, unchecked)
         if not request.stack_gradients:
@@ -196,11 +198,30 @@ def capture(
         return fuse_graph(graph) if fuse else graph
 
 
+def _whole(request: CaptureRequest, progress: Progress | None, known: Known) -> Traced:
+    """The trace of a whole batch; where others will compute blocks again, it is shared by all."""
+    if not known.blocks:
+        return _traced(request, progress, known.frames)
+    if request.fuse not in known.whole:
+        known.whole[request.fuse] = _traced(request, progress, known.frames, known.blocks)
+    step, gm = known.whole[request.fuse]
+    mine = copy(step)
+    mine.request, mine.inputs = replace(step.request, recompute=request.recompute), [*step.inputs]
+    return mine, _LazyGraphModule(gm, deepcopy(gm.graph))
+
+
 def _traced(
-    request: CaptureRequest, progress: Progress | None, rehearsed: Frames | None = None
-) -> tuple[TracedStep, torch.fx.GraphModule]:
-    """Rehearse the step, unless it was, and trace it."""
-    tagger = Tagger(request.model, progress, request.recompute)
+    request: CaptureRequest,
+    progress: Progress | None,
+    rehearsed: Frames | None = None,
+    blocks: Sequence[str] = (),
+) -> Traced:
+    """Rehearse the step, unless it was, and trace it.
+
+    Args:
+        blocks: Modules whose nodes are tagged, beside those that are computed again.
+    """
+    tagger = Tagger(request.model, progress, blocks or request.recompute)
     step = TracedStep(request, tagger, rehearsed=rehearsed)
     with torch.inference_mode(False), undisturbed():
         flat = _fakes(step)
@@ -209,9 +230,10 @@ def _traced(
         except GradientsNeededError:
             if request.has_gradients:
                 raise
-            return _traced(replace(request, has_gradients=True), progress, rehearsed)
+            request = replace(request, has_gradients=True)
+            return _traced(request, progress, rehearsed, blocks)
         except CannotCopyError:
-            return _traced(replace(request, copies_batches=False), progress, rehearsed)
+            return _traced(replace(request, copies_batches=False), progress, rehearsed, blocks)
     return step, gm
 
 
@@ -349,6 +371,11 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
     clean(gm.graph)
     own_memory(gm.graph)
     refuse_written_inputs(gm, step)
+    return gm
+
+
+def _rewritten(step: TracedStep, gm: torch.fx.GraphModule) -> Traced:
+    """Compute blocks again, and make what shall be fast so."""
     if step.request.is_compared:
         step.compared = compared_graph(gm, step)
         drop_last_results(gm.graph, len(step.extra))
@@ -363,7 +390,7 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
     if step.request.fuse:
         _make_fusible(gm.graph, step)
     _refuse_difference(step)
-    return gm
+    return step, gm
 
 
 def _make_fusible(graph: torch.fx.Graph, step: TracedStep) -> None:

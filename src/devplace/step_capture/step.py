@@ -492,9 +492,8 @@ class TracedStep:
                 rule = update.rules[name]
                 with self._owned(name.rpartition(".")[0], "update"):
                     kept = {slot: state[name, slot] for slot in rule.state_slots}
-                    parameters[name], new = rule.apply(
-                        parameters[name], grads[name], kept, given["scalar"]
-                    )
+                    given_now = parameters[name], grads[name], kept, given["scalar"]
+                    parameters[name], new = rule.apply(*given_now, self.request.fuse)
                 state.update({(name, slot): tensor for slot, tensor in new.items()})
         return parameters, state
 

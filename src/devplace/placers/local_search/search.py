@@ -46,6 +46,8 @@ HOT_PART = 0.2
 # Steps predicted with measured ops are off by 2.1 % in the median, one in three by more than this
 # (docs/results/gpu_prediction.md).
 LEAST_GAIN = 0.03
+# The last part of the budget goes to the plan on fewer devices, where one will be taken.
+SIMPLER_PART = 0.15
 # Starts longer than the best by more are begun with only where the graph is small.
 NEAR = 1.1
 # Moves per group and chain from which on a small graph needs no coarser classes.
@@ -124,19 +126,23 @@ class Search:
         if problem.core.tasks.num_groups == 0:  # only read-only sources and views
             return Placement(problem.spaces.op_devices_of_groups(starts[0].groups))
         patience = None if evaluate.is_optimal else self._exhaust(incumbent, rng)
+        polished: BestPlacement | None = None
         if not evaluate.is_over and patience != 0:
             fast = nested(problem)
             everything = list(problem.usable_devices)
             devices = fast if starts[0].overflow_bytes == 0 else everything
             levels = self._levels(problem, evaluate.meter.budget)
-            self._explore(incumbent, starts, levels, devices, rng, patience)
+            where = devices, everything
+            polished = self._explore(incumbent, starts, levels, where, rng, tried, patience)
         key, ordered = min(
             tried.ordered, key=lambda one: one[0], default=(incumbent.best.key, None)
         )
         best = incumbent.best
         won = ordered if key < best.key else None
-        simpler = self._simpler(evaluate, best, tried.simplest, key, won)
-        if simpler is None and won is not None:
+        simpler = self._simpler(evaluate, best, tried.simplest, key, won, polished)
+        if simpler is not None:
+            self._note(evaluate, best.groups if won is None else won, simpler, min(key, best.key))
+        elif won is not None:
             return won
         best = simpler or best
         if best.priority is None:
@@ -153,13 +159,26 @@ class Search:
         incumbent: Incumbent,
         starts: list[BestPlacement],
         levels: list[Classes],
-        devices: list[int],
+        where: tuple[list[int], list[int]],
         rng: np.random.Generator,
+        tried: Starts | None,
         patience: int | None,
-    ) -> None:
+    ) -> BestPlacement | None:
         """Chains from coarse to fine, then the order and the critical path in turn, to the end of
-        the budget or until so many rounds in a row have found nothing."""
-        evaluate, everything = incumbent.evaluate, list(incumbent.problem.usable_devices)
+        the budget or until so many rounds in a row have found nothing.
+
+        Args:
+            incumbent: The best so far; improved.
+            starts, levels: Where chains begin, and what they move.
+            where: Devices that the coarsest classes may go to, and all that may be used.
+            rng: Of chains and rounds.
+            tried: All starts; None: no plan on fewer devices is looked for.
+            patience: Rounds without improvement.
+
+        Returns:
+            The plan on fewer devices that is nearly as fast, if the end of the budget went to it.
+        """
+        evaluate, (devices, everything) = incumbent.evaluate, where
         num_groups = incumbent.problem.core.tasks.num_groups
         chains, is_small = self._num_chains(evaluate, num_groups), num_groups <= self.coarse
         explorer = Explorer(incumbent.problem, evaluate, rng, chains)
@@ -199,6 +218,14 @@ class Search:
         while not evaluate.is_over and stale != patience:
             before, known = evaluate.meter.num_evaluations, incumbent.best
             spent = evaluate.meter.fraction_spent
+            if tried is not None and limited and spent >= 1 - SIMPLER_PART:
+                simpler = self._simpler(evaluate, known, tried.simplest, known.key, None)
+                if simpler is not None and simpler is not tried.simplest:
+                    few, mine = np.unique(simpler.groups).tolist(), replace(simpler)
+                    last = Incumbent(incumbent.problem, evaluate, mine)
+                    self._explore(last, [mine], levels[-1:], (few, few), rng, None, patience)
+                    return last.best
+                tried = None
             if self.improves_order:
                 improve_order(incumbent, rng, spent + 0.1 * (1 - spent), 2 * self.width)
             level = levels[int(rng.integers(len(levels)))]
@@ -220,6 +247,7 @@ class Search:
             stale = stale + 1 if incumbent.best is known else 0
             if not limited or evaluate.meter.num_evaluations == before:
                 break
+        return None
 
     def _heat(self, level: Classes) -> float:
         """First temperature: the fewer classes, the dearer each move."""
@@ -240,6 +268,7 @@ class Search:
         single: BestPlacement | None,
         key: tuple[int, int],
         ordered: Placement | None,
+        polished: BestPlacement | None = None,
     ) -> BestPlacement | None:
         """The plan on the fewest devices that is nearly as fast as the best, if there is one.
 
@@ -249,6 +278,7 @@ class Search:
             single: The best plan on one device.
             key: Of the best plan with an order of its own, or of `best`.
             ordered: That plan, if it is better than `best`.
+            polished: What the end of the budget made of a plan on fewer devices.
         """
         problem = evaluate.problem
         key, found = min(key, best.key), best
@@ -263,17 +293,28 @@ class Search:
             found = with_fewer_devices(problem, evaluate, best, most_ns)
         else:
             return None
-        if len(np.unique(found.groups)) >= count:
-            return None
-        gain = 1 - key[1] / max(1, found.step_ns)
+        if polished is not None and _is_simpler(polished, found):
+            found = polished
+        return found if len(np.unique(found.groups)) < count else None
+
+    def _note(
+        self,
+        evaluate: Evaluator,
+        faster: I32 | Placement,
+        taken: BestPlacement,
+        key: tuple[int, int],
+    ) -> None:
+        """Say what more devices would have saved, if that is anything."""
+        problem = evaluate.problem
+        device = problem.task_devices(faster) if isinstance(faster, Placement) else faster
+        gain = 1 - key[1] / max(1, taken.step_ns)
         if gain > 0:
             evaluate.notes.append(
-                f"{count} devices would save {gain:.1%} of the step predicted for "
-                f"{names_of(problem, found.groups)} alone, and predictions may be off by "
+                f"{len(np.unique(device))} devices would save {gain:.1%} of the step predicted for "
+                f"{names_of(problem, taken.groups)} alone, and predictions may be off by "
                 f"{self.least_gain:.0%}: the simpler plan is taken (Search(least_gain=0) takes "
                 f"the faster one)"
             )
-        return found
 
     def _starts(self, problem: Problem, evaluate: Evaluator, rng: np.random.Generator) -> Starts:
         """All trivial plans, tried."""
@@ -353,6 +394,12 @@ class Search:
                 levels.clear()
             levels.append(make_classes(problem, per_group, time))
         return levels[: self.levels]
+
+
+def _is_simpler(one: BestPlacement, other: BestPlacement) -> bool:
+    """Whether a plan is on fewer devices than another, or on as many and faster."""
+    counts = len(np.unique(one.groups)), len(np.unique(other.groups))
+    return (counts[0], one.key) < (counts[1], other.key)
 
 
 def _distinct(starts: list[BestPlacement]) -> list[BestPlacement]:

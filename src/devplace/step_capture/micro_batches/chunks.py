@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -41,10 +41,14 @@ class Known:
     Attributes:
         frames: What a rehearsal noted.
         reference: The step of the whole batch, once one in micro-batches was compared with it.
+        blocks: Modules that some captures compute again and others do not.
+        whole: If there are such, the trace of the whole batch, by whether it is to be fused.
     """
 
     frames: Frames | None = None
     reference: _Reference | None = None
+    blocks: tuple[str, ...] = ()
+    whole: dict[bool, Traced] = field(default_factory=dict)
 
 
 def trace_chunks(

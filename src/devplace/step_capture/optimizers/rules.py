@@ -7,7 +7,7 @@ Of the others the path itself is traced (`own_step`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from devplace.errors import CaptureError
 from devplace.step_capture.optimizers.several import each_of, kind_of
 from devplace.step_capture.optimizers.traced import FORMS, KINDS, Fresh, fresh_state, own_step
+from devplace.step_capture.optimizers.wide import Exact, by_casts, in_pieces
 
 Scalars = Mapping[str, torch.Tensor]
 Updated = tuple[torch.Tensor, dict[str, torch.Tensor]]
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _FIXED_OPTIONS = {
     "sgd": ("dampening", "weight_decay", "nesterov", "maximize"),
     "adam": ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
@@ -114,15 +114,17 @@ class UpdateRule:
         grad: torch.Tensor,
         state: Mapping[str, torch.Tensor],
         scalars: Scalars,
+        is_fused: bool = False,
     ) -> Updated:
-        """New parameter and new state."""
+        """New parameter and new state; of 16 bits by casts if a compiler will fuse them away."""
+        exact = by_casts if is_fused else in_pieces
         named = {k.rpartition(".")[2]: v for k, v in scalars.items() if self._owns(k)}
         if self.kind in KINDS:
-            return own_step(self.kind, self.options, param, grad, state, named)
+            return own_step(self.kind, self.options, param, grad, state, named, exact)
         if self.options["maximize"]:
             grad = torch.neg(grad)
         update = _sgd if self.kind == "sgd" else _adam
-        return update(param, grad, state, named, self.options)
+        return update(param, grad, state, named, self.options, exact)
 
     def _owns(self, scalar: str) -> bool:
         return scalar.rpartition(".")[0] == self.prefix
@@ -154,22 +156,13 @@ def _adam_scalars(lr: float, step: int, options: Mapping[str, Any]) -> dict[str,
     return values
 
 
-def _exact(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Apply with the scalar in full precision; the result has the dtype of the first tensor.
-
-    Kernels take Python scalars in float32 for 16-bit tensors, but 0-dim tensors in 16 bits.
-    """
-    dtype = tensors[0].dtype
-    wide = [t.float() if t.dtype in _LOW_PRECISION else t for t in tensors]
-    return function(*wide).to(dtype)
-
-
 def _sgd(
     param: torch.Tensor,
     grad: torch.Tensor,
     state: Mapping[str, torch.Tensor],
     scalars: Scalars,
     options: Mapping[str, Any],
+    exact: Exact,
 ) -> Updated:
     new_state = {}
     if options["weight_decay"] != 0:
@@ -177,14 +170,14 @@ def _sgd(
     if options["momentum"] != 0:
         added = grad
         if "grad_factor" in scalars:
-            added = _exact(torch.mul, grad, scalars["grad_factor"])
-        buffer = _exact(torch.addcmul, added, state["momentum_buffer"], scalars["momentum"])
+            added = exact("mul", grad, scalars["grad_factor"])
+        buffer = exact("addcmul", added, state["momentum_buffer"], scalars["momentum"])
         new_state["momentum_buffer"] = buffer
         if options["nesterov"]:
-            grad = _exact(torch.addcmul, grad, buffer, scalars["momentum"])
+            grad = exact("addcmul", grad, buffer, scalars["momentum"])
         else:
             grad = buffer
-    return _exact(torch.addcmul, param, grad, scalars["neg_lr"]), new_state
+    return exact("addcmul", param, grad, scalars["neg_lr"]), new_state
 
 
 def _adam(
@@ -193,11 +186,12 @@ def _adam(
     state: Mapping[str, torch.Tensor],
     scalars: Scalars,
     options: Mapping[str, Any],
+    exact: Exact,
 ) -> Updated:
     beta1, beta2 = (float(b) for b in options["betas"])
     if options["weight_decay"] != 0:
         if options["decoupled_weight_decay"]:
-            param = _exact(torch.mul, param, scalars["decay"])
+            param = exact("mul", param, scalars["decay"])
         else:
             grad = torch.add(grad, param, alpha=options["weight_decay"])
     mean = torch.lerp(state["exp_avg"], grad, 1 - beta1)
@@ -207,13 +201,10 @@ def _adam(
     if options["amsgrad"]:
         largest = torch.maximum(state["max_exp_avg_sq"], square)
         new_state["max_exp_avg_sq"] = largest
-    root = _exact(torch.div, largest.sqrt(), scalars["bias_correction2_sqrt"])
+    root = exact("div", largest.sqrt(), scalars["bias_correction2_sqrt"])
     denominator = root + options["eps"]
 
-    def move(p: torch.Tensor, m: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        return torch.addcdiv(p, m * scalars["neg_step_size"], d)
-
-    return _exact(move, param, mean, denominator), new_state
+    return exact("addcdiv", param, mean, denominator, scalars["neg_step_size"]), new_state
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from devplace.step_capture.optimizers.wide import LOW_PRECISION, Exact
+
 KINDS = {
     name.lower(): getattr(torch.optim, name)
     for name in (
@@ -25,7 +27,6 @@ KINDS = {
 """Classes whose own step is traced, by the name of their rule."""
 
 FORMS = ("foreach", "fused", "capturable", "differentiable")  # of the code, not of what it computes
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -65,6 +66,7 @@ def own_step(
     grad: torch.Tensor,
     state: Tensors,
     scalars: Tensors,
+    exact: Exact,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """New parameter and new state; what is given is written in place.
 
@@ -74,6 +76,7 @@ def own_step(
         param, grad: The parameter, and its gradient.
         state: By name, without `step`.
         scalars: `lr`, and as `step` the number of steps made before this one.
+        exact: How 16-bit tensors are computed with numbers.
     """
     twin = _twin(kind, options, param)
     group = twin.param_groups[0]
@@ -84,7 +87,7 @@ def own_step(
         _replaced(vars(torch.compiler), "is_compiling", lambda: True),
         _replaced(names, "min", _least),
         _replaced(names, "max", _greatest),
-        _Numbers([each for each in state.values() if each.ndim == 0]),
+        _Numbers([each for each in state.values() if each.ndim == 0], exact),
     ):
         _step(twin, param, grad)
     return param, dict(state)
@@ -159,11 +162,12 @@ class _Numbers(TorchFunctionMode):  # type: ignore[misc]
 
     Args:
         small: 0-dim tensors of the state, which the code reads as numbers.
+        exact: How 16-bit tensors are computed with numbers.
     """
 
-    def __init__(self, small: Sequence[torch.Tensor]) -> None:
+    def __init__(self, small: Sequence[torch.Tensor], exact: Exact) -> None:
         super().__init__()
-        self._small = small
+        self._small, self._exact = small, exact
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -181,7 +185,11 @@ class _Numbers(TorchFunctionMode):  # type: ignore[misc]
         low = next((a.dtype for a in args if _is_low(a)), None)
         if low is None:
             return _with_numbers(func, args, kwargs)
-        made = _with_numbers(func, tuple(a.float() if _is_low(a) else a for a in args), kwargs)
+        known = _as_exact(func, args, kwargs)
+        if known is not None:
+            made = self._exact(*known)
+        else:
+            made = _with_numbers(func, tuple(a.float() if _is_low(a) else a for a in args), kwargs)
         return args[0].copy_(made) if writes else made.to(low)
 
     def _is_small(self, value: Any) -> bool:
@@ -200,6 +208,23 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(*args, **kwargs)
 
 
+def _as_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Name and tensors of a call of `_Numbers` as an op of `wide.FORMS`; None if it is none."""
+    name = func.__name__.strip("_")
+    name = name[1:] if name in ("imul", "itruediv") else name
+    name = {"truediv": "div"}.get(name, name)
+    if not all(_is_low(each) for each in args[:-1]) or len(args) < 2:
+        return None
+    if name in ("mul", "div") and len(args) == 2 and not kwargs and _is_number(args[1]):
+        return (name, *args)
+    number = kwargs.get("alpha" if name == "add" else "value")
+    if set(kwargs) > {"alpha", "value"} or not (_is_low(args[-1]) and _is_number(number)):
+        return None
+    if (name, len(args)) == ("add", 2):
+        return ("addcmul", *args, number)
+    return ("addcdiv", *args, number) if (name, len(args)) == ("addcdiv", 3) else None
+
+
 def _writes(func: Any) -> bool:
     """Whether a method writes into its tensor: `mul_`, or `*=`."""
     name = func.__name__
@@ -213,4 +238,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_low(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _LOW_PRECISION
+    return isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION
