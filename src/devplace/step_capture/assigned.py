@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ with FakeTensorMode():
 
 
 @contextlib.contextmanager
-def data_written(sources: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def data_written(
+    sources: Mapping[str, torch.Tensor], left: Callable[[torch.Tensor, str], None] | None = None
+) -> Iterator[None]:
     """Make assignments to `.data` of some tensors copies into them; a trace misses the former.
 
     Args:
         sources: Name -> tensor without values.
+        left: Told of each that is given other memory, and its name.
     """
     names = {id(tensor): name for name, tensor in sources.items()}
     owners = {memory(tensor): name for name, tensor in sources.items()}
@@ -48,6 +51,8 @@ def data_written(sources: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 f"Parameters and buffers must own their memory: {name!r} is given that of "
                 f"{owners[memory(value)]!r} during the step. Copy it: {name}.data.copy_(...)."
             )
+        if left is not None and memory(value) != memory(tensor):
+            left(tensor, name)
         with torch.no_grad():
             tensor.copy_(value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -346,6 +347,11 @@ def _fixed_values(step: TracedStep, constants: Sequence[Any]) -> dict[str, Any]:
     modes: dict[str, bool] = {}
     attributes: dict[str, dict[str, Any]] = {}
     variables: list[Place | Setting] = [*settings()]
+    for key, tensor in step.frames.values_read.items():
+        if not tensor.is_inference():  # those have no versions
+            name = step.frames.outliving.names.get(key, "a tensor")
+            version = partial(getattr, tensor, "_version")
+            variables.append(Setting(f"{name}._version (its values are read)", version, version()))
     for place in step.frames.found():
         value = mapped(used, place.value)
         if value is ANYTHING:

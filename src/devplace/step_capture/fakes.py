@@ -7,13 +7,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from devplace.errors import CaptureError
 from devplace.step_capture.ctc import FAKES
 from devplace.step_capture.strides import KernelStrides
 
@@ -53,9 +60,14 @@ class Fakes:
         strides: How kernels lay out what they make.
         tracer: That of the trace, once it has begun.
         call_of: Tells the op that made a tensor, and its arguments, while the step is rehearsed.
+        unknown: Where a value was first asked for that is not known.
+        read_outside: Tensors from outside the step whose values were read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[], str] = lambda: "the step") -> None:
+        self.unknown = ""
+        self.read_outside: list[torch.Tensor] = []
+        self._place = place
         self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self.strides = KernelStrides(self.mode)
         self.tracer: Any = None
@@ -71,7 +83,9 @@ class Fakes:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """As torch's, but for values that are known, and for kernels whose fake one refuses."""
-        if func is aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
+            self.read_outside.append(args[0])
+        elif func is aten._local_scalar_dense.default:
             known = self._known(args[0])
             if known is not None:
                 return known
@@ -84,6 +98,9 @@ class Fakes:
                 return fake(*args, **kwargs)
         try:
             made = self._dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            self.is_unknown()
+            raise
         except RuntimeError as error:
             if type(error) is not RuntimeError or func.namespace != "aten":
                 raise
@@ -91,6 +108,43 @@ class Fakes:
             if made is None:
                 raise
         return self.strides.laid_out(func, args, kwargs, made)
+
+    def is_unknown(self) -> None:
+        """A value is asked for that is not known; the error that follows may be caught."""
+        self.unknown = self.unknown or self._place()
+
+    def refuse_caught(self) -> None:
+        """Refuse a step that went on without a value it asked for: eager mode has it."""
+        if self.unknown:
+            raise CaptureError(
+                f"Control flow must not depend on tensor values: {self.unknown} reads a value, and "
+                f"goes on without it, as the error that capture raises there is caught. Use "
+                f"torch.where, or compute it outside the step."
+            )
+
+    @contextlib.contextmanager
+    def memory_hidden(self) -> Iterator[None]:
+        """Inside, memory of tensors without values is not read past the mode."""
+        kind: Any = torch.Tensor
+
+        def hidden(name: str) -> Callable[..., Any]:
+            original = getattr(kind, name)
+
+            def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                if not isinstance(tensor, FakeTensor):
+                    if name != "data_ptr":
+                        self.read_outside.append(tensor)
+                elif name != "tolist":  # which asks the mode for each value
+                    self.is_unknown()
+                    raise RuntimeError(f"data-dependent: .{name}()")
+                return original(tensor, *args, **kwargs)
+
+            return read
+
+        with contextlib.ExitStack() as stack:
+            for name in ("numpy", "__array__", "data_ptr", "__dlpack__", "tolist"):
+                stack.enter_context(mock.patch.object(kind, name, hidden(name)))
+            yield
 
     def _known(self, tensor: Any) -> bool | None:
         """A truth value that does not depend on what is computed."""

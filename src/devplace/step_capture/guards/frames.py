@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from devplace.step_capture.guards.code_names import (
     uses_of_names,
 )
 from devplace.step_capture.guards.rechecked import Place, enclosed, tried
-from devplace.step_capture.guards.values import differs, is_array, kept, leaves
-from devplace.step_capture.guards.written import Outliving, Written, refuse_lost
+from devplace.step_capture.guards.values import address_of, differs, is_array, kept, leaves
+from devplace.step_capture.guards.written import Outliving, Written, no_buffer, refuse_lost
 from devplace.step_capture.sources import Slots
 from devplace.step_capture.tags import is_user_file
 
@@ -51,6 +51,7 @@ class Frames:
     Attributes:
         reads: What functions read.
         outliving: What they may write.
+        values_read: `id` -> tensor from outside whose values decide what the step is.
 
     Args:
         model: The module.
@@ -61,6 +62,7 @@ class Frames:
     def __init__(self, model: torch.nn.Module, loss_fn: Any, slots: Slots | None = None) -> None:
         self.outliving = Outliving()
         self.reads = Reads(model, self.outliving, slots)
+        self.values_read: dict[int, torch.Tensor] = {}
         self._changed: list[tuple[Place, Any]] = []
         self._executed: dict[int, dict[int, None]] = {}  # id of code -> offsets, in order
         self._watched: set[int] = set()
@@ -125,8 +127,16 @@ class Frames:
             id(c) for c in self._codes if words & {*c.co_names, *c.co_freevars, *c.co_varnames}
         }
 
-    def refuse_lost(self, is_state: Callable[[torch.Tensor], bool]) -> None:
-        """See `written.refuse_lost`."""
+    def refuse_lost(
+        self, is_state: Callable[[torch.Tensor], bool], addresses: Collection[int]
+    ) -> None:
+        """See `written.refuse_lost`; `addresses` are those of arrays that tensors write to."""
+        for place in self.reads.places:
+            array = place.present() if addresses and self._stays(place) else None
+            if is_array(array) and any(
+                0 <= at - address_of(array) < array.nbytes for at in addresses
+            ):
+                raise no_buffer(place.described)
         ran = [code for code in self._codes if id(code) in self._users]
         executed = {code: self._executed.get(id(code), {}) for code in ran}
         written = [each for each in self.outliving.written() if self._is_there(each.owner)]
@@ -134,7 +144,7 @@ class Frames:
             kind = type(place.holder) if place.kind == "attribute" else None
             is_global = isinstance(place.holder, dict) and "__builtins__" in place.holder
             is_own = kind is not None and (is_array(first) or place.names is None)
-            if is_global or is_own or place.kind == "variable":
+            if is_global or is_own or place.kind in ("variable", "context"):
                 now, name = kept(place.present()), place.described
                 written.append(Written(name, str(place.key), kind, first, now, None))
         refuse_lost(written, executed, is_state)
