@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,10 @@ from devplace.step_capture.ctc import FAKES
 from devplace.step_capture.strides import KernelStrides
 
 aten = torch.ops.aten
-CallOf = Callable[[torch.Tensor], tuple[Any, Sequence[Any]] | None]
+Call = tuple[Any, Sequence[Any], Mapping[str, Any], int | None]
+"""An op, its arguments, and which of its outputs a tensor is, if it has several."""
+_NO_CALL: Call = None, (), {}, None
+CallOf = Callable[[torch.Tensor], Call | None]
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
@@ -37,6 +41,7 @@ _ANSWERS = {
     (os.path.join(_TORCH, "nn", "modules", "transformer.py"), "_detect_is_causal_mask"): False,
 }
 _CHECKS = ("distribution.py", "constraints.py", "continuous_bernoulli.py", "geometric.py")
+_MAX_CALLS, _MAX_NUMBERS = 20, 10_000  # of a value that is computed from numbers alone
 _MAX_BYTES = 1 << 30  # of the inputs of a real kernel that is tried
 _UNIFORM = (aten.rand.default, aten.rand_like.default)  # at least 0, below 1
 _PASSED_ON = (
@@ -89,6 +94,10 @@ class Fakes:
             known = self._known(args[0])
             if known is not None:
                 return known
+        elif func is aten.equal.default:
+            given = self._computed(args, _MAX_CALLS)
+            if given is not None:
+                return torch.equal(*given)
         if func is aten._efficientzerotensor.default:  # rules of their own would take them to meta
             func = aten.zeros.default
         kwargs = kwargs or {}
@@ -146,36 +155,78 @@ class Fakes:
                 stack.enter_context(mock.patch.object(kind, name, hidden(name)))
             yield
 
-    def _known(self, tensor: Any) -> bool | None:
-        """A truth value that does not depend on what is computed."""
-        if tensor.dtype is not torch.bool:
+    def _known(self, tensor: Any) -> Any:
+        """A value that does not depend on what the step is given."""
+        if tensor.dtype is torch.bool:
+            answer = _answer()
+            known = self._comparison(tensor) if answer is None else answer
+            if known is not None:
+                return known
+        made = self._computed(tensor, _MAX_CALLS)
+        return made.item() if isinstance(made, torch.Tensor) else None
+
+    def _computed(self, value: Any, calls_left: int) -> Any:
+        """The real tensor of a fake one that is computed from numbers alone; None if it is not."""
+        if isinstance(value, (list, tuple)):
+            parts = [self._computed(part, calls_left) for part in value]
+            is_whole = all(p is not None or v is None for p, v in zip(parts, value, strict=True))
+            return parts if is_whole else None
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, (torch.Tensor, torch.fx.Node)):
+            return value
+        target, args, kwargs, place = self._call(value)
+        if target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
+            return self._lifted(args[0])
+        if calls_left == 0 or getattr(target, "namespace", "") != "aten":
             return None
-        answer = _answer()
-        return self._comparison(tensor) if answer is None else answer
+        if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+            return None
+        given = self._computed([*args, *kwargs.values()], calls_left - 1)
+        if given is None:
+            return None
+        named = dict(zip(kwargs, given[len(args) :], strict=True))
+        with _disable_current_modes():
+            made = target(*given[: len(args)], **named)
+        made = made if place is None else made[place]
+        is_small = isinstance(made, torch.Tensor) and made.numel() <= _MAX_NUMBERS
+        return made if is_small else None
+
+    def _lifted(self, value: Any) -> Any:
+        """A tensor made of numbers in the step; None if it is large or stands for another."""
+        if isinstance(value, torch.fx.Node):
+            value = getattr(self.tracer.root, str(value.target), None)
+        is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return value if is_real and value.numel() <= _MAX_NUMBERS else None
 
     def _comparison(self, tensor: Any) -> bool | None:
         """That of a random number in [0, 1) with a limit outside: a layer dropped at rate 0."""
-        target, args = self._origin(tensor)
+        target, args, *_ = self._origin(tensor)
         if target not in _DECIDED or not isinstance(args[1], (int, float)):
             return None
         is_uniform = self._origin(args[0])[0] in _UNIFORM
         return _DECIDED[target](args[1]) if is_uniform else None
 
-    def _origin(self, value: Any) -> tuple[Any, Sequence[Any]]:
+    def _origin(self, value: Any) -> Call:
         """The op that made a value which views and copies pass on, and its arguments."""
-        target, args = self._call(value)
-        while target in _PASSED_ON:
-            target, args = self._call(args[0])
-        return target, args
+        call = self._call(value)
+        while call[0] in _PASSED_ON:
+            call = self._call(call[1][0])
+        return call
 
-    def _call(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        """The op that made a tensor, or a node, and its arguments; None if that is not known."""
+    def _call(self, value: Any) -> Call:
+        """The op that made a tensor, or a node; None if that is not known."""
         if self.call_of is not None:
-            return self.call_of(value) or (None, ())
+            return self.call_of(value) or _NO_CALL
         if isinstance(value, torch.Tensor):
             slot: Any = None if self.tracer is None else get_proxy_slot(value, self.tracer, None)
             value = None if slot is None else slot.proxy.node
-        return getattr(value, "target", None), getattr(value, "args", ())
+        if not isinstance(value, torch.fx.Node):
+            return _NO_CALL
+        place = None
+        if value.target is operator.getitem:
+            value, place = value.args
+        return value.target, value.args, value.kwargs, place
 
     def _by_real_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the real kernel makes of zeros, on the CPU; None if it refuses them, too."""

@@ -218,9 +218,9 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], optimizer: Any) -> None
         step = vars(one).get("step")
         if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
             raise CaptureError(
-                f"The optimizer's own step() must make the update: that of this {type(one).__name__} "
-                f"was replaced by another function, which a captured step does not call. Put it "
-                f"back (del optimizer.step), and do the rest after each step."
+                f"The update must be that of the optimizer's class: step() of this "
+                f"{type(one).__name__} was replaced by another function, which a captured step "
+                f"does not call. Put it back (del optimizer.step), and do the rest after each step."
             )
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     for one in each_of(optimizer):

@@ -71,7 +71,7 @@ def find_sources(model: torch.nn.Module) -> Sources:
             )
         if is_parameter and tensor.requires_grad and _repeats(tensor):
             raise CaptureError(
-                f"Elements of a trained parameter must lie in memory of their own: those of {name!r} "
+                f"Elements of a trained parameter must not share memory: those of {name!r} "
                 f"(strides {tuple(tensor.stride())}) overlap. Train what they are made of, and "
                 f"expand or as_strided it in forward."
             )
@@ -136,7 +136,7 @@ def _repeats(tensor: torch.Tensor) -> bool:
     span = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < span:
-            return tensor.numel() > 1
+            return bool(tensor.numel())
         span += (size - 1) * stride
     return False
 

@@ -550,7 +550,7 @@ def _written(
 def _as_parameters(given: Given) -> Given:
     """The same; what stands for a parameter is one for `isinstance`."""
     for tensor in given["parameter"].values():
-        tensor._is_param = True  # type: ignore[attr-defined]
+        tensor._is_param = True
     return given
 
 

@@ -289,7 +289,7 @@ class Reads:
             self.meet("self", value.__self__, stays)
             self.meet(name, value.__func__, stays)
         elif isinstance(value, _WRAPPED):
-            self.meet(name, value.data, stays)
+            self.meet(name, vars(value)["data"], stays)
         elif isinstance(value, ChainMap):
             for part in value.maps:
                 self.meet(name, part, stays)

@@ -25,7 +25,7 @@ from devplace.step_capture.guards.code_names import (
     uses_of_names,
 )
 from devplace.step_capture.guards.rechecked import Place, enclosed, tried
-from devplace.step_capture.guards.values import address_of, differs, is_array, kept, leaves
+from devplace.step_capture.guards.values import differs, is_array, is_inside, kept, leaves
 from devplace.step_capture.guards.written import Outliving, Written, no_buffer, refuse_lost
 from devplace.step_capture.sources import Slots
 from devplace.step_capture.tags import is_user_file
@@ -132,10 +132,8 @@ class Frames:
     ) -> None:
         """See `written.refuse_lost`; `addresses` are those of arrays that tensors write to."""
         for place in self.reads.places:
-            array = place.present() if addresses and self._stays(place) else None
-            if is_array(array) and any(
-                0 <= at - address_of(array) < array.nbytes for at in addresses
-            ):
+            now = place.present() if addresses and self._stays(place) else None
+            if is_array(now) and is_inside(addresses, now):
                 raise no_buffer(place.described)
         ran = [code for code in self._codes if id(code) in self._users]
         executed = {code: self._executed.get(id(code), {}) for code in ran}

@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _MAX_NUMBERS = 10_000  # of a tensor from outside that is compared by value
 _MAX_HOLDERS = 6  # from a tensor up to what outlives the step
+Call = tuple[Any, Sequence[Any], Mapping[str, Any], int | None]
 _PLAIN = (int, float, bool, str, complex, type(None))
 
 
@@ -71,7 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._is_steady: list[bool] = []
         self._of: dict[int, int] = {}  # id of a tensor -> its number
         self._alive: list[torch.Tensor] = []  # so that ids stay their own
-        self._calls: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id of the one output
+        self._calls: dict[int, Call] = {}  # by id of an output
         self._state: dict[int, int] = {}  # memory -> number of all writes to it
         self._left: dict[int, str] = {}  # id of a tensor over memory that a source left -> its name
         self._lifted: dict[int, int] = {}  # memory -> address of the values it stands for
@@ -116,12 +117,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for index, tensor in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
             if isinstance(tensor, torch.Tensor) and not any(tensor is each for each in written):
                 self._put(tensor, self._number(_Made("output", index, (number,))))
-        if isinstance(made, torch.Tensor) and not written:
-            self._calls[id(made)] = func, args
+                self._calls[id(tensor)] = func, args, kwargs, None if tensor is made else index
         return made
 
-    def call_of(self, tensor: torch.Tensor) -> tuple[Any, Sequence[Any]] | None:
-        """Op that made a tensor which nothing has been written to, and its arguments."""
+    def call_of(self, tensor: torch.Tensor) -> Call | None:
+        """Op that made a tensor which nothing has been written to; see `fakes.Call`."""
         return None if memory(tensor) in self._state else self._calls.get(id(tensor))
 
     def has_met(self, tensor: torch.Tensor) -> bool:

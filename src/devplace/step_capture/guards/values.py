@@ -103,9 +103,10 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
-def address_of(array: Any) -> int:
-    """Where the memory of an array of NumPy begins."""
-    return int(array.__array_interface__["data"][0])
+def is_inside(addresses: Iterable[int], array: Any) -> bool:
+    """Whether one of some addresses lies in the memory of an array of NumPy."""
+    begin = int(array.__array_interface__["data"][0])
+    return any(begin <= each < begin + array.nbytes for each in addresses)
 
 
 def _parts(container: Any) -> Iterable[Any]:

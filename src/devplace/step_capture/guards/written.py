@@ -290,9 +290,8 @@ def _reader(word: str, kind: type | None, executed: Executed) -> str:
             behind = getattr(function_behind(each), "__code__", None)
             if behind is not None and is_users(behind.co_filename):
                 codes.setdefault(behind, ())
-    is_named = any(
-        word in (*c.co_names, *c.co_varnames, *c.co_freevars, *c.co_consts) for c in codes
-    )
+    kinds = ("co_names", "co_varnames", "co_freevars", "co_consts")
+    is_named = any(word in getattr(code, each) for code in codes for each in kinds)
     words = (word,) if is_named else _BY_COMPUTED_NAME
     for code, offsets in codes.items():
         owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
@@ -329,11 +328,8 @@ def _line_of(
     for k, step in enumerate(steps):
         line = step.starts_line if type(step.starts_line) is int else line
         asks = any("getattr" in _names(each) for each in steps[max(k - 4, 0) : k])
-        is_read = (
-            step.opname in LOADS
-            or (asks and step.opname == "LOAD_CONST")
-            or (is_given and step.opname.startswith("LOAD_FAST"))
-        )
+        is_read = step.opname in LOADS or (asks and step.opname == "LOAD_CONST")
+        is_read |= is_given and step.opname.startswith("LOAD_FAST")
         if not is_read or word not in _names(step) or step.offset in offsets:
             continue
         if _names(steps[max(k - 1, 0)])[-1] in left_out:
