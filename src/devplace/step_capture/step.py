@@ -56,9 +56,9 @@ class TracedStep:
     Attributes:
         frames: What its functions read and write beside the tensors it is given.
         difference: What went otherwise when it ran once more, as the next step would.
-        counts: What was divided by in each division of its losses, None if it is not one number.
-        extra: Further results for a comparison: name -> tensor of the trace; gradients, and counts
-            if the batch is whole.
+        counts: What was divided by in each division of its losses, None if it is not one number;
+            of a chunk with that `share` of the rows.
+        extra: Further results for a comparison: name -> tensor of the trace; gradients and counts.
         shapes: Shape of each further output, None for what is no tensor.
         compared: Graph of the loss, the further outputs and `extra`, once it is traced.
         fakes: The mode of its fake tensors.
@@ -74,6 +74,7 @@ class TracedStep:
     difference: Exception | None = None
     _recorder: Recorder | None = None
     counts: list[torch.Tensor | None] = field(default_factory=list)
+    share: float = 1.0
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     shapes: tuple[torch.Size | None, ...] = ()
     compared: torch.fx.GraphModule | None = None
@@ -125,9 +126,8 @@ class TracedStep:
         refuse_other_buffers(given["buffer"], buffers)
         if self.request.is_compared:
             self.extra = {f"gradient of {name!r}": grad for name, grad in grads.items()}
-            if not self.request.batch.is_cut:
-                counts = enumerate(self.counts)
-                self.extra |= {f"count {k}": each for k, each in counts if each is not None}
+            counts = enumerate(self.counts)
+            self.extra |= {f"count {k}": each for k, each in counts if each is not None}
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
@@ -300,7 +300,8 @@ class TracedStep:
         batch = self.request.batch
         mode: Any = contextlib.nullcontext()
         if batch.is_cut or self.request.is_compared:
-            mode = Counts(counts, batch.shares[index] if batch.is_cut else 1.0)
+            self.share = batch.shares[index] if batch.is_cut else 1.0
+            mode = Counts(counts, self.share)
         with mode:
             returned = self._call(chunks[index])
         self.counts = getattr(mode, "found", [])
