@@ -129,6 +129,18 @@ def test_what_stands_for_a_parameter_is_one() -> None:
     equal(lambda m, x: m.linear(x) * (2 if isinstance(m.linear.weight, nn.Parameter) else 1))
 
 
+@pytest.mark.parametrize("kind", ["is", "equals", "in"])
+def test_a_class_of_tensors_is_asked_for_by_isinstance(kind: str) -> None:
+    """While a step is captured tensors are of another class."""
+    ways: dict[str, Forward] = {
+        "is": lambda m, x: m.linear(x) * (1 if type(x) is torch.Tensor else 2),
+        "equals": lambda m, x: m.linear(x) * (1 if nn.Parameter == type(m.linear.weight) else 2),  # noqa: E721
+        "in": lambda m, x: m.linear(x) * (1 if type(x) in (list, torch.Tensor) else 2),
+    }
+    refused(ways[kind], r"by isinstance: test_unseen.py:\d+ compares")
+    equal(lambda m, x: m.linear(x) * (1 if type(m) is Net or isinstance(x, torch.Tensor) else 2))
+
+
 def test_values_of_a_tensor_outside_are_checked_at_each_call() -> None:
     """They decide what the step is, and no load() brings new ones."""
     scale = torch.ones(4).double()

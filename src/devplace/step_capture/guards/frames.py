@@ -20,6 +20,7 @@ from devplace.step_capture.guards.code_names import (
     UNKNOWN,
     Names,
     is_users,
+    line_that_asks_type,
     names_of,
     num_arguments,
     uses_of_names,
@@ -245,6 +246,9 @@ class Frames:
     def _variables(self, frame: types.FrameType, names: Names, values: Mapping[str, Any]) -> None:
         code = frame.f_code
         if id(code) not in self._users:
+            line = line_that_asks_type(code)
+            if line:
+                raise _asks_type(f"{Path(code.co_filename).name}:{line}")
             self._users.add(id(code))
             self._inner |= {id(c) for c in code.co_consts if isinstance(c, types.CodeType)}
         free = {name: values[name] for name in code.co_freevars if name in values}
@@ -306,6 +310,14 @@ def _made_inside(where: str) -> CaptureError:
     return CaptureError(
         f"Modules must be there before the step: {where} is made while it runs. Make it in "
         f"__init__, or call the model once before the optimizer is made."
+    )
+
+
+def _asks_type(where: str) -> CaptureError:
+    return CaptureError(
+        f"A class of tensors must be asked for by isinstance: {where} compares type(...) with it, "
+        f"and tensors are of another class while a step is captured. Write isinstance(x, "
+        f"torch.Tensor), or isinstance(x, torch.nn.Parameter)."
     )
 
 
