@@ -77,7 +77,6 @@ READS: dict[str, Forward] = {
     "numpy": lambda m, x: float(m.linear.weight.detach().numpy()[0, 0]),
     "array": lambda m, x: float(np.asarray(m.linear.weight.detach())[0, 0]),
     "dlpack": lambda m, x: float(np.from_dlpack(m.linear.weight.detach())[0, 0]),
-    "pointer": lambda m, x: 1.0 + (m.linear.weight.data_ptr() != 0),
     "shape": lambda m, x: float(len(m.linear.weight.nonzero())),
 }
 
@@ -122,6 +121,39 @@ def test_a_value_written_in_between_is_not_known() -> None:
         return m.linear(x) * ones.sum().item()
 
     refused(forward, "must not depend on tensor values")
+
+
+def test_addresses_say_what_shares_memory() -> None:
+    """As models ask which weights are tied; and nothing lies at zero."""
+
+    def forward(m: Any, x: Any) -> Any:
+        weight = m.linear.weight
+        is_tied = weight.data_ptr() == next(m.parameters()).data_ptr() == weight.t().data_ptr()
+        is_other = m.linear.bias.data_ptr() not in (0, weight.data_ptr(), weight[1].data_ptr())
+        return m.linear(x) * (1 + is_tied + 2 * is_other)
+
+    equal(forward)
+
+
+def test_an_op_that_fails_may_be_caught() -> None:
+    """It fails in eager mode, too."""
+
+    def forward(m: Any, x: Any) -> Any:
+        try:
+            return m.linear(x).view(7)
+        except RuntimeError:
+            return m.linear(x)
+
+    equal(forward)
+
+
+def test_capture_leaves_tensors_resizable() -> None:
+    """What NumPy has looked at cannot be resized."""
+    scale = torch.ones(4).double()
+    torch.manual_seed(0)
+    model = Net(lambda m, x: m.linear(x) * scale)
+    capture(model, batch(), loss_fn, sgd(model))
+    assert scale.untyped_storage().resizable()
 
 
 def test_what_stands_for_a_parameter_is_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -56,13 +57,8 @@ def data_written(
         with torch.no_grad():
             tensor.copy_(value)
 
-    kind: Any = torch.Tensor
-    assert "data" not in vars(kind)
-    kind.data = property(get, put)
-    try:
+    with mock.patch.object(torch.Tensor, "data", property(get, put)):
         yield
-    finally:
-        del kind.data
 
 
 @contextlib.contextmanager
@@ -72,7 +68,6 @@ def masks_written() -> Iterator[None]:
     Its gradient would else be made of the rows that the mask picks, whose number no trace knows.
     """
     original: Any = torch.Tensor.__setitem__
-    kind: Any = torch.Tensor
 
     def put(tensor: torch.Tensor, key: Any, value: Any) -> None:
         wide = _one_for_all(tensor, key, value)
@@ -82,11 +77,8 @@ def masks_written() -> Iterator[None]:
             mask = key.reshape(*key.shape, *(1 for _ in tensor.shape[key.ndim :]))
             tensor.copy_(torch.where(mask, wide, tensor))
 
-    kind.__setitem__ = put
-    try:
+    with mock.patch.object(torch.Tensor, "__setitem__", put):
         yield
-    finally:
-        del kind.__setitem__
 
 
 def _one_for_all(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor | None:

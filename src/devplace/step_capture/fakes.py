@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from devplace.errors import CaptureError
 from devplace.step_capture.ctc import FAKES
+from devplace.step_capture.sources import memory
 from devplace.step_capture.strides import KernelStrides
 
 aten = torch.ops.aten
@@ -141,8 +142,7 @@ class Fakes:
 
             def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 if not isinstance(tensor, FakeTensor):
-                    if name != "data_ptr":
-                        self.read_outside.append(tensor)
+                    self.read_outside.append(tensor)
                 elif name != "tolist":  # which asks the mode for each value
                     self.is_unknown()
                     raise RuntimeError(f"data-dependent: .{name}()")
@@ -151,8 +151,9 @@ class Fakes:
             return read
 
         with contextlib.ExitStack() as stack:
-            for name in ("numpy", "__array__", "data_ptr", "__dlpack__", "tolist"):
+            for name in ("numpy", "__array__", "__dlpack__", "tolist"):
                 stack.enter_context(mock.patch.object(kind, name, hidden(name)))
+            stack.enter_context(mock.patch.object(kind, "data_ptr", address))
             yield
 
     def _known(self, tensor: Any) -> Any:
@@ -291,6 +292,13 @@ def _answer() -> bool | None:
     return None
 
 
+def address(tensor: torch.Tensor) -> int:
+    """As `data_ptr`; of a tensor without values a number that those over its memory share."""
+    if not isinstance(tensor, FakeTensor):
+        return int(torch._C.TensorBase.data_ptr(tensor))
+    return int(memory(tensor) + tensor.storage_offset() * tensor.element_size())
+
+
 class _Unequal(TorchDispatchMode):  # type: ignore[misc]
     """Inside, no two tensors are equal."""
 
@@ -303,15 +311,11 @@ class _Unequal(TorchDispatchMode):  # type: ignore[misc]
 @contextlib.contextmanager
 def windows_trusted() -> Iterator[None]:
     """Let `torch.istft` not look whether its windows leave a gap: an error, or nothing."""
-    holder: Any = torch
-    original = holder.istft
+    original = torch.istft
 
     def istft(*args: Any, **kwargs: Any) -> Any:
         with _Unequal():
             return original(*args, **kwargs)
 
-    holder.istft = istft
-    try:
+    with mock.patch.object(torch, "istft", istft):
         yield
-    finally:
-        holder.istft = original

@@ -334,6 +334,7 @@ def _identity(tensor: torch.Tensor) -> Any:
             return id(tensor)
         if tensor.numel() <= _MAX_NUMBERS or not tensor.untyped_storage().resizable():
             values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            values = values.clone()  # memory that NumPy has seen cannot be resized any more
             about = tuple(tensor.shape), repr(tensor.dtype), str(tensor.device)
             return *about, values.view(torch.uint8).numpy().tobytes()
     return id(tensor)
