@@ -413,6 +413,26 @@ def test_elements_of_a_parameter_do_not_share_memory(strides: tuple[int, int]) -
     assert_as_eager(model, batch(), loss_fn, sgd)
 
 
+@pytest.mark.parametrize("strides", [(1, 1), (0, 1)])
+def test_elements_of_a_buffer_that_is_written_do_not_share_memory(strides: tuple[int, int]) -> None:
+    """One that is only read may."""
+
+    def made(forward: Forward) -> Net:
+        torch.manual_seed(0)
+        model = Net(forward)
+        model.register_buffer("table", torch.ones(9).double().as_strided((4, 4), strides))
+        return model
+
+    def forward(m: Any, x: Any) -> Any:
+        m.table = m.table + 1
+        return m.linear(x) @ m.table
+
+    model = made(forward)
+    with pytest.raises(CaptureError, match=r"'table' has elements that overlap"):
+        capture(model, batch(), loss_fn, sgd(model))
+    assert_as_eager(made(lambda m, x: m.linear(x) @ m.table), batch(), loss_fn, sgd)
+
+
 def test_a_step_of_an_optimizer_that_was_replaced_is_refused() -> None:
     """It may do anything; that of a scheduler only counts."""
     model = Net(lambda m, x: m.linear(x))

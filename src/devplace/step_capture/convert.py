@@ -101,9 +101,11 @@ def drop_unused(gm: torch.fx.GraphModule, step: TracedStep) -> tuple[list[Input]
             continue
         if described.name in step.request.sources.overlapping:
             other = step.request.sources.overlapping[described.name]
+            shared = f"shares a storage with {other!r}. Clone one of them"
+            if other == described.name:
+                shared = "has elements that overlap in it. Clone it"
             raise CaptureError(
-                f"Buffers that change must own their memory: {described.name!r} shares a storage "
-                f"with {other!r}. Clone one of them."
+                f"Buffers that change must own their memory: {described.name!r} {shared}."
             )
         kept.append((node, described))
     output.args = ([node for node, _ in kept],)

@@ -24,7 +24,8 @@ class Sources:
         parameters: First name -> parameter.
         buffers: First name -> buffer.
         shared: Other names of the same memory -> first name.
-        overlapping: Name -> another one over the same storage; neither may be written.
+        overlapping: Name -> another one over the same storage, or itself if its elements overlap;
+            neither may be written.
         hollow: Tensors on the meta device in plain attributes, by dotted name.
     """
 
@@ -78,6 +79,8 @@ def find_sources(model: torch.nn.Module) -> Sources:
         if id(tensor) in first:
             shared[name] = first[id(tensor)]
             continue
+        if _repeats(tensor):
+            overlapping[name] = name
         twin = _twin(name, tensor, by_storage, overlapping)
         first[id(tensor)] = twin or name
         if twin is not None:
