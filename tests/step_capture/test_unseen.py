@@ -161,12 +161,13 @@ def test_what_stands_for_a_parameter_is_one() -> None:
     equal(lambda m, x: m.linear(x) * (2 if isinstance(m.linear.weight, nn.Parameter) else 1))
 
 
-@pytest.mark.parametrize("kind", ["is", "equals", "in"])
+@pytest.mark.parametrize("kind", ["is", "equals", "in", "class"])
 def test_a_class_of_tensors_is_asked_for_by_isinstance(kind: str) -> None:
     """While a step is captured tensors are of another class."""
     ways: dict[str, Forward] = {
         "is": lambda m, x: m.linear(x) * (1 if type(x) is torch.Tensor else 2),
         "equals": lambda m, x: m.linear(x) * (1 if nn.Parameter == type(m.linear.weight) else 2),  # noqa: E721
+        "class": lambda m, x: m.linear(x) * (1 if x.__class__ is torch.Tensor else 2),
         "in": lambda m, x: m.linear(x) * (1 if type(x) in (list, torch.Tensor) else 2),
     }
     refused(ways[kind], r"by isinstance: test_unseen.py:\d+ compares")

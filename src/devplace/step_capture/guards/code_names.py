@@ -107,7 +107,8 @@ def line_that_asks_type(code: types.CodeType) -> int:
         if step.opname not in _COMPARISONS:
             continue
         names = [each.argval for each in steps[max(k - _COMPARED, 0) : k]]
-        if "type" in names and any(name in ("Tensor", "Parameter") for name in names):
+        asks = any(name in ("type", "__class__") for name in names)
+        if asks and any(name in ("Tensor", "Parameter") for name in names):
             return line
     return 0
 
