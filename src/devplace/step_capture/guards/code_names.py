@@ -100,7 +100,7 @@ def uses_of_names(code: types.CodeType) -> Iterator[tuple[int, str, bool]]:
 
 
 def line_that_asks_type(code: types.CodeType) -> int:
-    """A line that compares `type(...)` with a class of tensors, which fakes are not; 0: none."""
+    """A line that compares `type(...)`, or its name, with a class of tensors; 0: none."""
     steps, line = list(dis.get_instructions(code)), code.co_firstlineno
     for k, step in enumerate(steps):
         line = step.starts_line if type(step.starts_line) is int else line
