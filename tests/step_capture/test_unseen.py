@@ -147,6 +147,17 @@ def test_an_op_that_fails_may_be_caught() -> None:
     equal(forward)
 
 
+def test_an_op_that_gives_nothing_is_none_that_failed() -> None:
+    """It writes what it is given."""
+
+    def forward(m: Any, x: Any) -> Any:
+        made = m.linear(x).detach().clone()
+        torch._foreach_add_([made], [x])
+        return m.linear(x) * made
+
+    refused(forward, r"aten._foreach_add_.List.*it writes its inputs")
+
+
 def test_capture_leaves_tensors_resizable() -> None:
     """What NumPy has looked at cannot be resized."""
     scale = torch.ones(4).double()

@@ -397,7 +397,9 @@ def _rewritten(step: TracedStep, gm: torch.fx.GraphModule) -> Traced:
 def _drop_failed(graph: torch.fx.Graph) -> None:
     """Drop ops that have raised, where the step has caught that and gone on."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and "val" not in node.meta and not node.users:
+        schema = getattr(node.target, "_schema", None)
+        gives = schema is not None and bool(schema.returns) and not schema.is_mutable
+        if gives and "val" not in node.meta and not node.users:
             graph.erase_node(node)
 
 
