@@ -475,3 +475,52 @@ def test_sparse_and_meta_batches_are_refused() -> None:
     with pytest.raises(InputError, match="'0' is on the meta device"):
         step(x.to("meta"), y)
     step(x, y)
+
+
+def test_state_of_the_optimizer_that_is_written_or_loaded_is_seen() -> None:
+    """Before there is any, after a sync, and where other tensors take its place."""
+    step, optimizer = made(model := linear(), make=adam)
+    with step:
+        step(*batch())
+        step.sync()
+        step(*batch())
+        step.sync()
+        optimizer.state[model[0].weight]["exp_avg"].fill_(5.0)
+        with pytest.raises(PlanMismatchError, match=r"optimizer's state of '0.weight'"):
+            step(*batch())
+        step.load()
+        step(*batch())
+        step.sync()
+        assert float(optimizer.state[model[0].weight]["exp_avg"].min()) > 4
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with pytest.raises(PlanMismatchError, match="optimizer's state of"):
+            step(*batch())
+
+
+def test_other_memory_assigned_to_data_is_seen() -> None:
+    """As of averaged weights that are swapped in, or a model that is cast."""
+    step, _ = made(model := linear())
+    with step:
+        step(*batch())
+        step.sync()
+        mine = model[0].weight.data
+        model[0].weight.data = torch.zeros_like(mine)
+        with pytest.raises(PlanMismatchError, match=r"parameter '0.weight'"):
+            step(*batch())
+        model[0].weight.data = mine
+        step(*batch())
+        step.sync()
+        model.double()
+        with pytest.raises(PlanMismatchError, match=r"parameter '0.weight'"):
+            step(*batch())
+
+
+def test_a_module_added_to_a_list_is_seen() -> None:
+    """A model that goes through it would run it."""
+    step, _ = made(model := linear())
+    with step:
+        model.append(nn.ReLU())
+        with pytest.raises(PlanMismatchError, match=r"module '3' was added. Remove it"):
+            step(*batch())
+        del model[3]
+        step(*batch())

@@ -38,7 +38,7 @@ class Fails(nn.Module):
 
 
 def only_without_values(h: torch.Tensor) -> torch.Tensor:
-    if type(h) is not torch.Tensor:
+    if "Fake" in type(h).__name__:
         raise RuntimeError("cannot do that")
     return h
 

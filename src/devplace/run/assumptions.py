@@ -22,7 +22,7 @@ from devplace.step_capture.guards.values import (
 from devplace.step_capture.sources import memory
 
 Get = Callable[[int], Any]
-_version = attrgetter("_version")
+_LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 class CapturedFacts:
@@ -50,9 +50,9 @@ class CapturedFacts:
         ]
         self._variables = program.variables
         self._parts = [
-            (name, module._modules, dict(module._modules))
+            (name, module._modules, dict(module._modules), isinstance(module, _LISTS))
             for name, module in modules.items()
-            if module._modules
+            if module._modules or isinstance(module, _LISTS)
         ]
 
     def check(self) -> None:
@@ -91,17 +91,20 @@ class CapturedFacts:
         """See that the model is made of the modules it was made of.
 
         Raises:
-            PlanMismatchError: Names one that was replaced or removed.
+            PlanMismatchError: Names one that was replaced or removed, or added to a list.
         """
-        for path, parts, known in self._parts:
+        for path, parts, known, is_list in self._parts:
             if parts == known:
                 continue
-            for key, part in known.items():
-                if parts.get(key) is not part:
+            for key in {**known, **parts} if is_list else known:
+                if parts.get(key) is not known.get(key):
                     name = f"{path}.{key}" if path else key
+                    does, way = ("replaced or removed", "Put it back")
+                    if key not in known:
+                        does, way = "added", "Remove it"
                     raise PlanMismatchError(
-                        f"The parts of a model are fixed at capture: module {name!r} was replaced "
-                        f"or removed. Put it back, or capture again."
+                        f"The parts of a model are fixed at capture: module {name!r} was {does}. "
+                        f"{way}, or capture again."
                     )
 
     def _check_values(self) -> None:
@@ -148,11 +151,12 @@ class _Flags:
 class SharedValues:
     """Tensors of the user's that a step has copies of; sees when the user changes one.
 
-    What is written through `.data` is not seen.
+    What is written in place through `.data` is not seen.
 
     Args:
         program: Of the captured step.
         model: The user's model.
+        optimizer: The user's, if there is one.
         replaced: Source ops whose values the step replaces.
         owner: What several of these belong to that do not take turns; by default it is alone.
     """
@@ -164,23 +168,24 @@ class SharedValues:
         self,
         program: Program,
         model: Any,
+        optimizer: Any = None,
         replaced: Collection[int] = frozenset(),
         owner: object = None,
     ) -> None:
         self._owner = self if owner is None else owner
         self._bindings: list[Binding] = []
-        self._tensors: list[Any] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[Any, str]] = []
         for binding in program.bindings:
-            place, key = _place(binding, model)
+            place, key = _place(binding, model, optimizer)
             tensor = place.get(key)
-            if tensor is not None and not tensor.is_inference():  # those have no versions
+            is_new = tensor is None and binding.kind == "state"
+            if is_new or (tensor is not None and not tensor.is_inference()):  # without versions
                 self._bindings.append(binding)
-                self._tensors.append(tensor)
                 self._places.append((place, key))
-        rows = zip(self._bindings, self._tensors, strict=True)
-        self._trained = {memory(tensor): b.key for b, tensor in rows if b.op in replaced}
         self.note()
+        rows = zip(self._bindings, self._tensors, strict=True)
+        mine = [(b.key, t) for b, t in rows if b.op in replaced and b.kind != "state"]
+        self._trained = {memory(tensor): key for key, tensor in mine}
 
     def go_ahead(self) -> None:
         """The step has made new values of those that it replaces."""
@@ -194,13 +199,16 @@ class SharedValues:
     def note(self) -> None:
         """They are now as the step has them."""
         self.let_go()
+        self._tensors = self._present()
         self._versions = list(map(_version, self._tensors))
 
     def are_written(self) -> bool:
         """Whether the user has written to one of them, or put another in its place."""
-        present = [place.get(key) for place, key in self._places]
-        is_other = any(map(is_not, present, self._tensors))
+        is_other = any(map(is_not, self._present(), self._tensors))
         return is_other or list(map(_version, self._tensors)) != self._versions
+
+    def _present(self) -> list[Any]:
+        return [place.get(key) for place, key in self._places]
 
     def check(self, get: Get, is_synced: bool) -> None:
         """See that nobody wrote to them, or put others in their place. About 100 ns each.
@@ -218,10 +226,9 @@ class SharedValues:
                 self._check_other(other)
         if not self.are_written():
             return
-        present: list[Any] = [place.get(key) for place, key in self._places]
-        rows = zip(self._bindings, self._tensors, present, self._versions, strict=True)
+        rows = zip(self._bindings, self._tensors, self._present(), self._versions, strict=True)
         for binding, tensor, now, version in rows:
-            if now is tensor and tensor._version == version:
+            if now is tensor and _version(tensor) == version:
                 continue
             may_be_equal = now is tensor and (is_synced or binding.kind == "constant")
             if not (may_be_equal and _is_equal(tensor, get(binding.op))):
@@ -229,7 +236,8 @@ class SharedValues:
         self.note()
 
     def _check_other(self, other: SharedValues) -> None:
-        newer = next((m for m in map(memory, self._tensors) if m in other._trained), None)
+        mine = (memory(tensor) for tensor in self._tensors if tensor is not None)
+        newer = next((m for m in mine if m in other._trained), None)
         if newer is not None:
             raise PlanMismatchError(
                 f"Steps over one model take turns: another step has trained "
@@ -238,20 +246,39 @@ class SharedValues:
             )
 
 
-def _place(binding: Binding, model: Any) -> tuple[dict[str, Any], str]:
+class _StateOf:
+    """State of a parameter in an optimizer, which may get another, as by `load_state_dict`."""
+
+    def __init__(self, optimizer: Any, parameter: Any) -> None:
+        self._optimizer, self._parameter = optimizer, parameter
+
+    def get(self, slot: str) -> Any:
+        """A tensor; None before there is one."""
+        return self._optimizer.state.get(self._parameter, {}).get(slot)
+
+
+def _version(tensor: Any) -> Any:
+    """What changes when a tensor is written to, or given other memory."""
+    return None if tensor is None else (tensor._version, tensor.data_ptr())
+
+
+def _place(binding: Binding, model: Any, optimizer: Any) -> tuple[Any, str]:
     """Where the user's tensor of a binding is held; an empty dict if there is none."""
     if binding.kind == "constant":
         return {"": binding.value}, ""
     path, _, key = binding.key.rpartition(".")
     if binding.kind == "parameter":
         return model.get_submodule(path)._parameters, key
+    if binding.kind == "state" and optimizer is not None:
+        return _StateOf(optimizer, model.get_parameter(binding.key)), str(binding.slot)
     return (model.get_submodule(path)._buffers, key) if binding.kind == "buffer" else ({}, key)
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if one.is_meta or other is None or one.shape != other.shape:
+    if one is None or one.is_meta or other is None or one.shape != other.shape:
         return False
-    return bool(torch.equal(one.detach().cpu(), other.detach().cpu()))
+    is_same = one.dtype == other.dtype
+    return is_same and bool(torch.equal(one.detach().cpu(), other.detach().cpu()))
 
 
 def _written(kind: str, key: str, tensor: Any) -> PlanMismatchError:
@@ -261,8 +288,11 @@ def _written(kind: str, key: str, tensor: Any) -> PlanMismatchError:
             f"{list(tensor.shape)} was written to since. Call step.sync(), then step.load() to "
             f"take its values."
         )
+    what = (
+        f"the optimizer's state of {key!r}" if kind == "state" else f"{kind} {key!r} of the model"
+    )
     return PlanMismatchError(
-        f"A step has its own copies of parameters and buffers: {kind} {key!r} of the model was "
+        f"A step has its own copies of parameters, buffers and optimizer state: {what} was "
         f"written to or replaced since. Call step.load() to take the model's values, or "
         f"step.sync() to overwrite them with the step's."
     )

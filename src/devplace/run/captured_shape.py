@@ -68,7 +68,8 @@ class CapturedShape:
         """The model is read again: note what it is like now."""
         program, model = self.graph.program, self.state.model
         self.facts = CapturedFacts(program, model, self.graph.meta.get("autocast"))
-        self.shared = SharedValues(program, model, self.graph.replaced, self._owner)
+        optimizer = self.state.optimizer
+        self.shared = SharedValues(program, model, optimizer, self.graph.replaced, self._owner)
         self.forget()
 
     def forget(self) -> None:

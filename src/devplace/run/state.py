@@ -48,7 +48,7 @@ class ModelState:
         self._graph = graph
         self.model = unwrap(model)
         self._starts = steps_at_capture(graph)
-        self._optimizer = as_one(optimizer)
+        self.optimizer = as_one(optimizer)
         self._invent_seed = invent_seed
         self._check_optimizer()
 
@@ -96,12 +96,12 @@ class ModelState:
         Raises:
             PlanMismatchError: Parameters of the step differ in this number.
         """
-        if self._optimizer is None:
+        if self.optimizer is None:
             return counted
         exact: dict[int, str] = {}
         least: dict[int, str] = {}
         for name, parameter in self._updated():
-            made = self._steps_made(name, self._optimizer.state.get(parameter, {}))
+            made = self._steps_made(name, self.optimizer.state.get(parameter, {}))
             if made is not None:
                 found = exact if made.is_exact else least
                 found.setdefault(made.steps - self._starts.get(name, 0), name)
@@ -146,15 +146,15 @@ class ModelState:
                 if binding.kind in ("parameter", "buffer"):
                     tensors[binding.key].copy_(values[binding.op])
                 elif binding.kind == "state":
-                    state = self._optimizer.state[tensors[binding.key]]
+                    state = self.optimizer.state[tensors[binding.key]]
                     _put_state(state, str(binding.slot), values[binding.op], tensors[binding.key])
-            if self._optimizer is not None:
+            if self.optimizer is not None:
                 self._write_step_counts(steps_since_capture)
 
     @property
     def has_optimizer(self) -> bool:
         """Whether there is an optimizer."""
-        return self._optimizer is not None
+        return self.optimizer is not None
 
     def persistent(self) -> dict[str, Any]:
         """Parameters and buffers by the names of the model's state dict."""
@@ -170,12 +170,12 @@ class ModelState:
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         return [
             {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
 
     def take_groups(self, named: Sequence[Mapping[str, Any]]) -> None:
         """Set learning rates and the like as `named_groups` had them."""
-        for group, saved in zip(self._optimizer.param_groups, named, strict=True):
+        for group, saved in zip(self.optimizer.param_groups, named, strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
 
     def _check_optimizer(self) -> None:
@@ -183,13 +183,13 @@ class ModelState:
         update = _update_of(self._graph)
         if update is None or not update.rules:
             return
-        kind = "none" if self._optimizer is None else kind_of(self._optimizer)
+        kind = "none" if self.optimizer is None else kind_of(self.optimizer)
         if kind != update.kind:
             raise PlanMismatchError(
                 f"The step must get the optimizer it was captured with: {update.kind}, got {kind}. "
                 f"Pass that one, or capture again."
             )
-        groups = [{id(p) for p in group["params"]} for group in self._optimizer.param_groups]
+        groups = [{id(p) for p in group["params"]} for group in self.optimizer.param_groups]
         named = self.named_tensors()
         for name, rule in update.rules.items():
             mine = groups[rule.group] if rule.group < len(groups) else set()
@@ -227,14 +227,14 @@ class ModelState:
         """Parameter name -> the `step` entry of its state after so many steps, if it has one."""
         templates: dict[int, Any] = {}
         rules, found = _update_of(self._graph).rules, {}
-        group_of = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+        group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self._updated():
             group = group_of.get(parameter)
             steps = self._starts.get(name, 0) + steps_since_capture
             if group is None or steps < 0 or not rules[name].counts_steps:
                 continue
             if id(group) not in templates:
-                owner = owner_of(self._optimizer, group)
+                owner = owner_of(self.optimizer, group)
                 templates[id(group)] = _step_counter(owner, group)
             template = templates[id(group)]
             if isinstance(template, torch.Tensor):
@@ -248,7 +248,7 @@ class ModelState:
         for name, counter in self.step_counters(steps_since_capture).items():
             if int(counter) <= 0:
                 continue
-            state = self._optimizer.state[named[name]]
+            state = self.optimizer.state[named[name]]
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].fill_(int(counter))
             else:
@@ -265,7 +265,7 @@ class ModelState:
         owner = tensors[binding.key]
         if binding.kind != "state":
             return owner
-        state = {} if self._optimizer is None else self._optimizer.state.get(owner, {})
+        state = {} if self.optimizer is None else self.optimizer.state.get(owner, {})
         value = state.get(binding.slot)
         return self._fresh(binding, owner) if value is None else value
 

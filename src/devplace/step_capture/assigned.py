@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,11 +19,14 @@ with FakeTensorMode():
 
 
 @contextlib.contextmanager
-def data_written(sources: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def data_written(
+    sources: Mapping[str, torch.Tensor], left: Callable[[torch.Tensor, str], None] | None = None
+) -> Iterator[None]:
     """Make assignments to `.data` of some tensors copies into them; a trace misses the former.
 
     Args:
         sources: Name -> tensor without values.
+        left: Told of each that is given other memory, and its name.
     """
     names = {id(tensor): name for name, tensor in sources.items()}
     owners = {memory(tensor): name for name, tensor in sources.items()}
@@ -48,16 +52,13 @@ def data_written(sources: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 f"Parameters and buffers must own their memory: {name!r} is given that of "
                 f"{owners[memory(value)]!r} during the step. Copy it: {name}.data.copy_(...)."
             )
+        if left is not None and memory(value) != memory(tensor):
+            left(tensor, name)
         with torch.no_grad():
             tensor.copy_(value)
 
-    kind: Any = torch.Tensor
-    assert "data" not in vars(kind)
-    kind.data = property(get, put)
-    try:
+    with mock.patch.object(torch.Tensor, "data", property(get, put)):
         yield
-    finally:
-        del kind.data
 
 
 @contextlib.contextmanager
@@ -67,7 +68,6 @@ def masks_written() -> Iterator[None]:
     Its gradient would else be made of the rows that the mask picks, whose number no trace knows.
     """
     original: Any = torch.Tensor.__setitem__
-    kind: Any = torch.Tensor
 
     def put(tensor: torch.Tensor, key: Any, value: Any) -> None:
         wide = _one_for_all(tensor, key, value)
@@ -77,11 +77,8 @@ def masks_written() -> Iterator[None]:
             mask = key.reshape(*key.shape, *(1 for _ in tensor.shape[key.ndim :]))
             tensor.copy_(torch.where(mask, wide, tensor))
 
-    kind.__setitem__ = put
-    try:
+    with mock.patch.object(torch.Tensor, "__setitem__", put):
         yield
-    finally:
-        del kind.__setitem__
 
 
 def _one_for_all(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor | None:

@@ -362,6 +362,7 @@ def _trace(step: TracedStep, flat: list[torch.Tensor], tagger: Tagger) -> torch.
     try:
         with trace_settings(step.request.device_type):
             gm = tracer(*flat)
+            _drop_failed(gm.graph)
             refuse_written(gm, step)
             refuse_stray_parameters(gm, step)
             make_functional(gm, tagger)
@@ -391,6 +392,15 @@ def _rewritten(step: TracedStep, gm: torch.fx.GraphModule) -> Traced:
         _make_fusible(gm.graph, step)
     _refuse_difference(step)
     return step, gm
+
+
+def _drop_failed(graph: torch.fx.Graph) -> None:
+    """Drop ops that have raised, where the step has caught that and gone on."""
+    for node in reversed(list(graph.nodes)):
+        schema = getattr(node.target, "_schema", None)
+        gives = schema is not None and bool(schema.returns) and not schema.is_mutable
+        if gives and "val" not in node.meta and not node.users:
+            graph.erase_node(node)
 
 
 def _make_fusible(graph: torch.fx.Graph, step: TracedStep) -> None:

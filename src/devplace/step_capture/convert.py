@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -100,9 +101,11 @@ def drop_unused(gm: torch.fx.GraphModule, step: TracedStep) -> tuple[list[Input]
             continue
         if described.name in step.request.sources.overlapping:
             other = step.request.sources.overlapping[described.name]
+            shared = f"shares a storage with {other!r}. Clone one of them"
+            if other == described.name:
+                shared = "has elements that overlap in it. Clone it"
             raise CaptureError(
-                f"Buffers that change must own their memory: {described.name!r} shares a storage "
-                f"with {other!r}. Clone one of them."
+                f"Buffers that change must own their memory: {described.name!r} {shared}."
             )
         kept.append((node, described))
     output.args = ([node for node, _ in kept],)
@@ -346,6 +349,11 @@ def _fixed_values(step: TracedStep, constants: Sequence[Any]) -> dict[str, Any]:
     modes: dict[str, bool] = {}
     attributes: dict[str, dict[str, Any]] = {}
     variables: list[Place | Setting] = [*settings()]
+    for key, tensor in step.frames.values_read.items():
+        if not tensor.is_inference():  # those have no versions
+            name = step.frames.outliving.names.get(key, "a tensor")
+            version = partial(getattr, tensor, "_version")
+            variables.append(Setting(f"{name}._version (its values are read)", version, version()))
     for place in step.frames.found():
         value = mapped(used, place.value)
         if value is ANYTHING:

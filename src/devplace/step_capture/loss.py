@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -240,14 +240,18 @@ def _scalar(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_lost_gradients(
-    loss: torch.Tensor, own: Collection[int], outside: Mapping[int, str]
+    loss: torch.Tensor,
+    own: Mapping[int, str],
+    outside: Mapping[int, str],
+    is_met: Callable[[torch.Tensor], bool],
 ) -> bool:
     """Refuse gradients that a step would not have: of tensors outside the model, or re-entrant.
 
     Args:
         loss: What the loss function returned.
-        own: `id` of parameters of the model, which are other tensors during a trace.
+        own: `id` -> name of parameters of the model, which are other tensors during a trace.
         outside: `id` -> name of tensors outside the model, as far as there are names.
+        is_met: Whether an op of the step has read a tensor.
 
     Returns:
         Whether the backward pass runs functions written in Python.
@@ -272,6 +276,12 @@ def refuse_lost_gradients(
         is_real = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
         if is_real and id(leaf) not in own:
             raise _trained_outside(leaf, outside.get(id(leaf)))
+        if is_real and not is_met(leaf):
+            raise CaptureError(
+                f"What is computed from trained parameters must be computed in the step: the loss "
+                f"depends on {own[id(leaf)]!r} by way of a tensor made before it, which would stay "
+                f"as it is. Compute that in forward, or detach it."
+            )
         todo += [after for after, _ in node.next_functions]
     return runs_python
 

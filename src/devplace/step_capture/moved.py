@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,8 +25,6 @@ def modules_stay(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
         CaptureError: One would become another: names it, its old dtype and the new one.
     """
     names = {id(tensor): name for name, tensor in parameters.items()}
-    kind: Any = torch.nn.Module
-    original = kind._apply
 
     def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         for child in module.children() if recurse else ():
@@ -45,11 +44,8 @@ def modules_stay(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 module._buffers[key] = fn(buffer)
         return module
 
-    kind._apply = apply
-    try:
+    with mock.patch.object(torch.nn.Module, "_apply", apply):
         yield
-    finally:
-        kind._apply = original
 
 
 def _changed(name: str, before: torch.Tensor, after: torch.Tensor) -> CaptureError:

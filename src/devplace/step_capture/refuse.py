@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from devplace.errors import CaptureError
 from devplace.step_capture.analysis import mutates, results, view_bases, written_by
 from devplace.step_capture.eagerly import NotTriedError, eager_error
+from devplace.step_capture.guards.written import no_buffer
 from devplace.step_capture.optimizers.several import each_of
 from devplace.step_capture.sources import memory
 from devplace.step_capture.step import TracedStep
@@ -213,6 +214,14 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], optimizer: Any) -> None
                 f"Remove it, and change the gradient in the loss function or by a hook of a "
                 f"module; clip_grad_norm clips all gradients."
             )
+    for one in each_of(optimizer):
+        step = vars(one).get("step")
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            raise CaptureError(
+                f"The update must be that of the optimizer's class: step() of this "
+                f"{type(one).__name__} was replaced by another function, which a captured step "
+                f"does not call. Put it back (del optimizer.step), and do the rest after each step."
+            )
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     for one in each_of(optimizer):
         if any(getattr(one, each, None) for each in hooks):
@@ -233,15 +242,7 @@ def refuse_written(gm: torch.fx.GraphModule, step: TracedStep) -> None:
             owner = _memory_owner(each)
             if owner.op == "get_attr":
                 names = step.frames.outliving.names
-                raise _no_buffer(names.get(id(getattr(gm, owner.target)), "a tensor"))
-
-
-def _no_buffer(name: str) -> CaptureError:
-    return CaptureError(
-        f"State of a step must be kept in buffers of the model: {name!r} is not, but is read and "
-        f"changed by the step. Use register_buffer and write into that, make the module that has "
-        f"it a part of the model (model.extra = module), or pass it as an input tensor."
-    )
+                raise no_buffer(names.get(id(getattr(gm, owner.target)), "a tensor"))
 
 
 def refuse_stray_parameters(gm: torch.fx.GraphModule, step: TracedStep) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from devplace.errors import CaptureError
 
 _OWN = ("_parameters", "_buffers", "_modules")
-CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+CONTAINERS = (OrderedDict, defaultdict, Counter, dict, list, deque, set, array, bytearray)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Sources:
         parameters: First name -> parameter.
         buffers: First name -> buffer.
         shared: Other names of the same memory -> first name.
-        overlapping: Name -> another one over the same storage; neither may be written.
+        overlapping: Name -> another one over the same storage, or itself if its elements overlap;
+            neither may be written.
         hollow: Tensors on the meta device in plain attributes, by dotted name.
     """
 
@@ -68,9 +70,17 @@ def find_sources(model: torch.nn.Module) -> Sources:
                 f"Parameters and buffers must be dense: {kind} {name!r} is {layout}. Keep it as a "
                 f"dense tensor (.to_dense()), or as indices and values, and use index_add."
             )
+        if is_parameter and tensor.requires_grad and _repeats(tensor):
+            raise CaptureError(
+                f"Elements of a trained parameter must not share memory: those of {name!r} "
+                f"(strides {tuple(tensor.stride())}) overlap. Train what they are made of, and "
+                f"expand or as_strided it in forward."
+            )
         if id(tensor) in first:
             shared[name] = first[id(tensor)]
             continue
+        if _repeats(tensor):
+            overlapping[name] = name
         twin = _twin(name, tensor, by_storage, overlapping)
         first[id(tensor)] = twin or name
         if twin is not None:
@@ -124,6 +134,16 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start * tensor.element_size(), (start + steps + 1) * tensor.element_size()
 
 
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in one place."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return bool(tensor.numel())
+        span += (size - 1) * stride
+    return False
+
+
 def _same_geometry(one: torch.Tensor, other: torch.Tensor) -> bool:
     key, other_key = ((t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (one, other))
     return key == other_key
@@ -131,18 +151,30 @@ def _same_geometry(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def restore(container: Any, old: Any) -> None:
     """Give a list, queue, set or dict the entries of an earlier copy, if it has others."""
-    if isinstance(container, (list, deque)):
+    base: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    if base in (array, bytearray):
+        container[:] = old
+    elif base in (list, deque):
         if len(container) == len(old) and all(a is b for a, b in zip(container, old, strict=True)):
             return
-        container.clear()
-        container.extend(old)
-    elif isinstance(container, set):
+        base.clear(container)
+        base.extend(container, old)
+    elif base is set:
         if container != old:
-            container.clear()
-            container.update(old)
+            base.clear(container)
+            base.update(container, old)
     elif container.keys() != old.keys() or any(container[k] is not v for k, v in old.items()):
-        container.clear()
-        container.update(old)
+        base.clear(container)
+        base.update(container, old)
+
+
+def copied(container: Any) -> Any:
+    """What is in a list, queue, set or dict now."""
+    if isinstance(container, (array, bytearray)):
+        return container[:]
+    if isinstance(container, (set, Mapping)):
+        return set(container) if isinstance(container, set) else dict(container)
+    return list(container)
 
 
 def memory(tensor: torch.Tensor) -> int:

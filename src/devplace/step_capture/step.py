@@ -56,9 +56,9 @@ class TracedStep:
     Attributes:
         frames: What its functions read and write beside the tensors it is given.
         difference: What went otherwise when it ran once more, as the next step would.
-        counts: What was divided by in each division of its losses, None if it is not one number.
-        extra: Further results for a comparison: name -> tensor of the trace; gradients, and counts
-            if the batch is whole.
+        counts: What was divided by in each division of its losses, None if it is not one number;
+            of a chunk with that `share` of the rows.
+        extra: Further results for a comparison: name -> tensor of the trace; gradients and counts.
         shapes: Shape of each further output, None for what is no tensor.
         compared: Graph of the loss, the further outputs and `extra`, once it is traced.
         fakes: The mode of its fake tensors.
@@ -74,10 +74,11 @@ class TracedStep:
     difference: Exception | None = None
     _recorder: Recorder | None = None
     counts: list[torch.Tensor | None] = field(default_factory=list)
+    share: float = 1.0
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     shapes: tuple[torch.Size | None, ...] = ()
     compared: torch.fx.GraphModule | None = None
-    fakes: Fakes = field(default_factory=Fakes)
+    fakes: Fakes = field(init=False)
     frames: Frames = field(init=False)
     rehearsed: InitVar[Frames | None] = None
 
@@ -85,8 +86,9 @@ class TracedStep:
         sources, update = self.request.sources, self.request.update
         self._slots = Slots(self.request.model, sources)
         self._is_rehearsed = rehearsed is not None
+        self.fakes = Fakes(self._place)
         self.frames = rehearsed or Frames(self.request.model, self.request.loss_fn, self._slots)
-        self._own = set(map(id, sources.parameters.values()))
+        self._own = {id(tensor): name for name, tensor in sources.parameters.items()}
         self.trained = [
             n
             for n, p in sources.parameters.items()
@@ -106,7 +108,7 @@ class TracedStep:
     def __call__(self, *flat: torch.Tensor) -> Tensors:
         """Run on tensors in the order of `inputs`; gives tensors in the order of `outputs`."""
         self.install()
-        given = self._by_kind(flat)
+        given = _as_parameters(self._by_kind(flat))
         with self.tagger.module_hooks():
             if not self._is_rehearsed:  # unseen by the trace
                 with disable_proxy_modes_tracing():
@@ -115,7 +117,7 @@ class TracedStep:
                     if self.difference is None:
                         refuse_kept(made, self.frames.kept(), self.frames.name_of)
             self.tagger.restart()
-            with _written(given), self.frames.put_back():
+            with _written(given), self.fakes.memory_hidden(), self.frames.put_back():
                 self._slots.put(_sources(given))
                 heads, grads = self._run(given)
                 now = self._slots.get()
@@ -124,9 +126,8 @@ class TracedStep:
         refuse_other_buffers(given["buffer"], buffers)
         if self.request.is_compared:
             self.extra = {f"gradient of {name!r}": grad for name, grad in grads.items()}
-            if not self.request.batch.is_cut:
-                counts = enumerate(self.counts)
-                self.extra |= {f"count {k}": each for k, each in counts if each is not None}
+            counts = enumerate(self.counts)
+            self.extra |= {f"count {k}": each for k, each in counts if each is not None}
         parameters, state = self._update(parameters, grads, given)
         changed = [*parameters.values(), *buffers.values(), *state.values()]
         self._describe(len(heads), len(changed), list(given["input"].values()))
@@ -145,7 +146,7 @@ class TracedStep:
         try:
             with frames.followed_again():
                 made += self._recorded(given, first).made()
-            frames.refuse_lost(first.is_state)
+            frames.refuse_lost(first.is_state, first.addresses)
         except Exception as error:
             self.difference = error
         drawn_from = frames.outliving.drawn_from()
@@ -163,13 +164,15 @@ class TracedStep:
             kind: {key: _new(tensor) for key, tensor in tensors.items()}
             for kind, tensors in like.items()
         }
-        flat = _flat(given)
+        flat = _flat(_as_parameters(given))
         slots.put(_sources(given))
         recorder = self._recorder = Recorder(flat, self._place, before)
         watched = host_watched(recorder.drawn, self._place, before is not None)
         self.fakes.call_of = recorder.call_of
-        with _written(given), recorder, watched:
+        with _written(given, recorder.left), self.fakes.memory_hidden(), recorder, watched:
             heads, grads = self._run(given)
+        self.fakes.refuse_caught()
+        self.frames.values_read |= {id(each): each for each in self.fakes.read_outside}
         now = slots.get()
         there = set(map(id, now))
         there -= {id(given["parameter"][name]) for name in self.trained}
@@ -297,7 +300,8 @@ class TracedStep:
         batch = self.request.batch
         mode: Any = contextlib.nullcontext()
         if batch.is_cut or self.request.is_compared:
-            mode = Counts(counts, batch.shares[index] if batch.is_cut else 1.0)
+            self.share = batch.shares[index] if batch.is_cut else 1.0
+            mode = Counts(counts, self.share)
         with mode:
             returned = self._call(chunks[index])
         self.counts = getattr(mode, "found", [])
@@ -312,7 +316,10 @@ class TracedStep:
                 "The loss must depend on a trainable parameter: it does not require gradients. "
                 "Check for no_grad, detach, or frozen parameters, or capture without an optimizer."
             )
-        runs_python = refuse_lost_gradients(found.loss, self._own, self.frames.outliving.names)
+        is_met = self._recorder.has_met if self._recorder is not None else lambda leaf: True
+        runs_python = refuse_lost_gradients(
+            found.loss, self._own, self.frames.outliving.names, is_met
+        )
         if self._recorder is not None and runs_python:
             self._recorder.needs_backward = True
         if found.weight is not None:
@@ -527,16 +534,25 @@ class TracedStep:
 
 
 @contextlib.contextmanager
-def _written(given: Given) -> Iterator[None]:
+def _written(
+    given: Given, left: Callable[[torch.Tensor, str], None] | None = None
+) -> Iterator[None]:
     """Inside, assignments are writes, casts and CTC losses such that a trace can follow them."""
     with (
-        data_written(given["parameter"] | given["buffer"]),
+        data_written(given["parameter"] | given["buffer"], left),
         masks_written(),
         modules_stay(given["parameter"]),
         lengths_in_tensors(),
         windows_trusted(),
     ):
         yield
+
+
+def _as_parameters(given: Given) -> Given:
+    """The same; what stands for a parameter is one for `isinstance`."""
+    for tensor in given["parameter"].values():
+        tensor._is_param = True
+    return given
 
 
 def _flat(given: Given) -> Tensors:

@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -55,8 +56,8 @@ def trace_settings(device_type: str) -> Iterator[None]:
         stack.enter_context(_use_lazy_graph_module(True))  # nobody reads its Python code
         stack.enter_context(_silent("torch._subclasses.fake_tensor"))
         # Checkpointing keeps the state of GPUs' generators, too; draws are counted by the CPU's.
-        keep = torch.utils.checkpoint.get_device_states
-        torch.utils.checkpoint.get_device_states = lambda *args: ([], [])
+        states: Any = mock.patch.object(torch.utils.checkpoint, "get_device_states")
+        stack.enter_context(states).return_value = [], []
         torch._C._set_cudnn_enabled(False)
         torch._C._set_mkldnn_enabled(False)
         try:
@@ -64,7 +65,6 @@ def trace_settings(device_type: str) -> Iterator[None]:
         finally:
             torch._C._set_cudnn_enabled(was[0])
             torch._C._set_mkldnn_enabled(was[1])
-            torch.utils.checkpoint.get_device_states = keep
 
 
 @contextlib.contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import sys
 import types
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
@@ -42,7 +45,9 @@ from devplace.step_capture.guards.written import CACHE, Outliving
 from devplace.step_capture.sources import Slots
 
 _MAX_PARTS = 1000
+_SLOT = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _LEFT = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+_WRAPPED = (UserDict, UserList, WeakKeyDictionary, WeakValueDictionary, WeakSet)  # hold `data`
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _OF_MODULES = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 _MODULE_OWN = (frozenset(dir(torch.nn.Module)) | frozenset(vars(torch.nn.Module()))) - {"training"}
@@ -185,6 +190,11 @@ class Reads:
             return
         if isinstance(value, _LEFT) or is_package(value):
             return
+        if isinstance(value, contextvars.ContextVar):
+            key = at.name.rpartition(".")[2]
+            self._take(
+                Place(f"{at.name}.get()", value, key, value.get(NOTHING), "context"), names, UNKNOWN
+            )
         if WHOLE in uses:
             uses |= names.uses.get(UNKNOWN, _NONE)
         indexed = [key for kind, key in uses if kind == "item" and not isinstance(value, Mapping)]
@@ -226,8 +236,10 @@ class Reads:
             found = _by_rule(value, key)
             if (found is NOTHING and not may_lack) or not _is_simple(found):
                 return
-        elif is_field or isinstance(found, types.MemberDescriptorType):
+        elif is_field or isinstance(found, _SLOT):
             found = tried(getattr, value, key)
+            if not is_field and not _is_simple(found):
+                return
         elif hasattr(found, "__get__"):
             self._meet_cached(found)
             return
@@ -276,6 +288,11 @@ class Reads:
         elif isinstance(value, types.MethodType):
             self.meet("self", value.__self__, stays)
             self.meet(name, value.__func__, stays)
+        elif isinstance(value, _WRAPPED):
+            self.meet(name, vars(value)["data"], stays)
+        elif isinstance(value, ChainMap):
+            for part in value.maps:
+                self.meet(name, part, stays)
         elif isinstance(value, CACHE):
             self._without_call(value.__wrapped__)
         elif isinstance(value, functools.partial):

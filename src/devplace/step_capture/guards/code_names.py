@@ -18,6 +18,8 @@ _STORED_LOCALS = ("STORE_FAST", "STORE_DEREF", "STORE_NAME")
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 _STORED_ITEMS = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+_COMPARISONS = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+_COMPARED = 10  # instructions of `type(a.b) is c.Tensor`
 _NOISE = ("COPY", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "SWAP")
 _ITEM_GETTERS = ("get", "setdefault", "pop")
 _ASKED = {"getattr": "maybe", "hasattr": "maybe"}
@@ -95,6 +97,20 @@ def uses_of_names(code: types.CodeType) -> Iterator[tuple[int, str, bool]]:
     for step in dis.get_instructions(code):
         if step.opname in LOADS or step.opname in _STORES:
             yield step.offset, step.argval, step.opname in _STORES
+
+
+def line_that_asks_type(code: types.CodeType) -> int:
+    """A line that compares `type(...)`, or its name, with a class of tensors; 0: none."""
+    steps, line = list(dis.get_instructions(code)), code.co_firstlineno
+    for k, step in enumerate(steps):
+        line = step.starts_line if type(step.starts_line) is int else line
+        if step.opname not in _COMPARISONS:
+            continue
+        names = [each.argval for each in steps[max(k - _COMPARED, 0) : k]]
+        asks = any(name in ("type", "__class__") for name in names)
+        if asks and any(name in ("Tensor", "Parameter") for name in names):
+            return line
+    return 0
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from devplace.step_capture.guards.code_names import (
     UNKNOWN,
     Names,
     is_users,
+    line_that_asks_type,
     names_of,
     num_arguments,
     uses_of_names,
 )
 from devplace.step_capture.guards.rechecked import Place, enclosed, tried
-from devplace.step_capture.guards.values import differs, is_array, kept, leaves
-from devplace.step_capture.guards.written import Outliving, Written, refuse_lost
+from devplace.step_capture.guards.values import differs, is_array, is_inside, kept, leaves
+from devplace.step_capture.guards.written import Outliving, Written, no_buffer, refuse_lost
 from devplace.step_capture.sources import Slots
 from devplace.step_capture.tags import is_user_file
 
@@ -51,6 +52,7 @@ class Frames:
     Attributes:
         reads: What functions read.
         outliving: What they may write.
+        values_read: `id` -> tensor from outside whose values decide what the step is.
 
     Args:
         model: The module.
@@ -61,6 +63,7 @@ class Frames:
     def __init__(self, model: torch.nn.Module, loss_fn: Any, slots: Slots | None = None) -> None:
         self.outliving = Outliving()
         self.reads = Reads(model, self.outliving, slots)
+        self.values_read: dict[int, torch.Tensor] = {}
         self._changed: list[tuple[Place, Any]] = []
         self._executed: dict[int, dict[int, None]] = {}  # id of code -> offsets, in order
         self._watched: set[int] = set()
@@ -125,8 +128,14 @@ class Frames:
             id(c) for c in self._codes if words & {*c.co_names, *c.co_freevars, *c.co_varnames}
         }
 
-    def refuse_lost(self, is_state: Callable[[torch.Tensor], bool]) -> None:
-        """See `written.refuse_lost`."""
+    def refuse_lost(
+        self, is_state: Callable[[torch.Tensor], bool], addresses: Collection[int]
+    ) -> None:
+        """See `written.refuse_lost`; `addresses` are those of arrays that tensors write to."""
+        for place in self.reads.places:
+            now = place.present() if addresses and self._stays(place) else None
+            if is_array(now) and is_inside(addresses, now):
+                raise no_buffer(place.described)
         ran = [code for code in self._codes if id(code) in self._users]
         executed = {code: self._executed.get(id(code), {}) for code in ran}
         written = [each for each in self.outliving.written() if self._is_there(each.owner)]
@@ -134,7 +143,7 @@ class Frames:
             kind = type(place.holder) if place.kind == "attribute" else None
             is_global = isinstance(place.holder, dict) and "__builtins__" in place.holder
             is_own = kind is not None and (is_array(first) or place.names is None)
-            if is_global or is_own or place.kind == "variable":
+            if is_global or is_own or place.kind in ("variable", "context"):
                 now, name = kept(place.present()), place.described
                 written.append(Written(name, str(place.key), kind, first, now, None))
         refuse_lost(written, executed, is_state)
@@ -237,6 +246,9 @@ class Frames:
     def _variables(self, frame: types.FrameType, names: Names, values: Mapping[str, Any]) -> None:
         code = frame.f_code
         if id(code) not in self._users:
+            line = line_that_asks_type(code)
+            if line:
+                raise _asks_type(f"{Path(code.co_filename).name}:{line}")
             self._users.add(id(code))
             self._inner |= {id(c) for c in code.co_consts if isinstance(c, types.CodeType)}
         free = {name: values[name] for name in code.co_freevars if name in values}
@@ -298,6 +310,14 @@ def _made_inside(where: str) -> CaptureError:
     return CaptureError(
         f"Modules must be there before the step: {where} is made while it runs. Make it in "
         f"__init__, or call the model once before the optimizer is made."
+    )
+
+
+def _asks_type(where: str) -> CaptureError:
+    return CaptureError(
+        f"A class of tensors must be asked for by isinstance: {where} compares type(...) with it, "
+        f"and tensors are of another class while a step is captured. Write isinstance(x, "
+        f"torch.Tensor), or isinstance(x, torch.nn.Parameter)."
     )
 
 

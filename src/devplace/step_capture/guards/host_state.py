@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import random
 import sys
@@ -15,13 +16,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from devplace.errors import CaptureError
+from devplace.step_capture.guards.code_names import is_users
 
 _LATER_S = (415 * 24 + 5) * 3600 + 7 * 60 + 11
 """How much later it is in the second run, by the functions of `time`: another year, month, day of
 the week, hour, minute and second."""
+_ASKED = ("clock_gettime",) if hasattr(time, "clock_gettime") else ()
 _CLOCKS = {
     f"{name}{unit}": _LATER_S * times
-    for name in ("time", "monotonic", "perf_counter", "process_time")
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", *_ASKED)
     for unit, times in (("", 1), ("_ns", 1_000_000_000))
 }
 
@@ -57,8 +60,8 @@ def host_watched(
 
         return scale
 
-    def later(function: Any) -> Callable[[], Any]:
-        return lambda: function() + _CLOCKS[function.__name__]
+    def later(function: Any) -> Callable[..., Any]:
+        return lambda *args: function(*args) + _CLOCKS[function.__name__]
 
     numpy_random: Any = sys.modules.get("numpy.random")
     with contextlib.ExitStack() as stack:
@@ -87,7 +90,37 @@ def host_watched(
                 put(time, name, later)
             for name, at in _CALENDARS.items():
                 put(time, name, functools.partial(_at_time, at, now))
+            for module in tuple(sys.modules.values()):
+                names = vars(module) if module is datetime or is_users(_file_of(module)) else {}
+                for name, value in tuple(names.items()):
+                    if value is datetime.datetime:
+                        put(module, name, lambda kind: _Later)
         yield
+
+
+def _file_of(module: Any) -> str:
+    return getattr(module, "__file__", None) or "<>"
+
+
+class _AsDatetime(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.__mro__[1])
+
+
+class _Later(datetime.datetime, metaclass=_AsDatetime):
+    """The class of the standard library in the second run: its present is later."""
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        return super().now(tz) + datetime.timedelta(seconds=_LATER_S)
+
+    @classmethod
+    def utcnow(cls) -> Any:
+        return cls.now(datetime.UTC).replace(tzinfo=None)
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls.now()
 
 
 def _at_time(at: int, now: float, get: Callable[..., Any]) -> Callable[..., Any]:

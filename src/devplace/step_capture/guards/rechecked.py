@@ -21,7 +21,7 @@ class Place:
         holder: The cell, mapping or object that holds it; the value itself for an argument.
         key: Its key in the mapping, or name in the object.
         value: Its value before the step.
-        kind: `variable` of a cell, `item`, `attribute` or `argument`.
+        kind: `variable` of a cell, `item`, `attribute`, `argument` or `context` (variable).
         above: Where the holder was found; if another object is there now, that one holds it.
         module: Name of the model's module that holds it, None if none does.
         outlives: Whether the holder is known to be there after the step.
@@ -75,6 +75,8 @@ class Place:
             return enclosed(holder)
         if self.kind == "argument":
             return holder
+        if self.kind == "context":
+            return holder.get(NOTHING)
         if isinstance(holder, torch.nn.Module):
             return attribute(holder, self.key)
         if self.kind == "item":
@@ -88,6 +90,9 @@ class Place:
             now[...] = value
         elif self.kind == "variable":
             holder.cell_contents = value
+        elif self.kind == "context":
+            if value is not NOTHING:
+                holder.set(value)
         elif self.kind == "attribute" and self.names is None:
             if value is not NOTHING:
                 setattr(holder, self.key, value)

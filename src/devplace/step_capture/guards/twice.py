@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,12 @@ from devplace.step_capture.sources import memory
 from devplace.step_capture.tags import control_flow
 
 _DEVICE = torch.ops.prim.device.default
+_LIFT = torch.ops.aten.lift_fresh.default  # of what is made from values or over NumPy's memory
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _MAX_NUMBERS = 10_000  # of a tensor from outside that is compared by value
 _MAX_HOLDERS = 6  # from a tensor up to what outlives the step
+Call = tuple[Any, Sequence[Any], Mapping[str, Any], int | None]
 _PLAIN = (int, float, bool, str, complex, type(None))
 
 
@@ -70,8 +72,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._is_steady: list[bool] = []
         self._of: dict[int, int] = {}  # id of a tensor -> its number
         self._alive: list[torch.Tensor] = []  # so that ids stay their own
-        self._calls: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id of the one output
+        self._calls: dict[int, Call] = {}  # by id of an output
         self._state: dict[int, int] = {}  # memory -> number of all writes to it
+        self._left: dict[int, str] = {}  # id of a tensor over memory that a source left -> its name
+        self._lifted: dict[int, int] = {}  # memory -> address of the values it stands for
+        self.addresses: set[int] = set()  # of those that are written
         self._drawn: list[Any] = []
         self._num_draws = 0
         self._draws = Draws()
@@ -99,22 +104,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             reads.append(self._draw())
         made = _untraced(func, args, kwargs)
         number = self._number(_Made(func, given, tuple(reads)))
+        if func is _LIFT and not isinstance(args[0], FakeTensor):
+            self._lifted[memory(made)] = args[0].data_ptr()
         written = written_by(func, args, kwargs)
         for tensor in written:
             place = memory(tensor)
+            if place in self._lifted:
+                self.addresses.add(self._lifted[place])
             self._state[place] = self._number(
                 _Made("write", "", (self._state.get(place, 0), number))
             )
         for index, tensor in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
             if isinstance(tensor, torch.Tensor) and not any(tensor is each for each in written):
                 self._put(tensor, self._number(_Made("output", index, (number,))))
-        if isinstance(made, torch.Tensor) and not written:
-            self._calls[id(made)] = func, args
+                self._calls[id(tensor)] = func, args, kwargs, None if tensor is made else index
         return made
 
-    def call_of(self, tensor: torch.Tensor) -> tuple[Any, Sequence[Any]] | None:
-        """Op that made a tensor which nothing has been written to, and its arguments."""
+    def call_of(self, tensor: torch.Tensor) -> Call | None:
+        """Op that made a tensor which nothing has been written to; see `fakes.Call`."""
         return None if memory(tensor) in self._state else self._calls.get(id(tensor))
+
+    def has_met(self, tensor: torch.Tensor) -> bool:
+        """Whether an op has read a tensor itself."""
+        return id(tensor) in self._of
+
+    def left(self, source: torch.Tensor, name: str) -> None:
+        """A source is given other memory: what shared the former keeps that in eager mode."""
+        place = memory(source)
+        sharing = (t for t in self._alive if t is not source and memory(t) == place)
+        self._left |= {id(each): name for each in sharing}
 
     def sees_backward(self) -> bool:
         """Whether the backward pass is to run, too: where functions of the user's are in it.
@@ -191,6 +209,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _sign(self, value: Any, reads: list[int]) -> Any:
         """Arguments as text, with holes for tensors, whose numbers are added to `reads`."""
         if isinstance(value, torch.Tensor):
+            if id(value) in self._left:
+                raise _left_memory(self._left[id(value)], self._place())
             reads.append(self._of.get(id(value)) or self._meet(value))
             reads.append(self._state.get(memory(value), 0))
             return "%"
@@ -204,7 +224,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _meet(self, tensor: torch.Tensor) -> int:
         """Number of a tensor that this run has not made."""
         before = self._before
-        left = before._of.get(id(tensor)) if before else None
+        is_made = isinstance(tensor, FakeTensor) or memory(tensor) in self._state
+        left = before._of.get(id(tensor)) if before and is_made else None
         if before is not None and left is not None:
             writes = before._state.get(memory(tensor), 0)
             if before._is_steady[left] and before._is_steady[writes]:
@@ -290,6 +311,14 @@ def _adds_to_gradients(where: str) -> CaptureError:
     )
 
 
+def _left_memory(name: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"Memory of a parameter or buffer must not be read once another was assigned to its .data: "
+        f"{where} reads what {name!r} had before, which the step has overwritten. Keep a copy: "
+        f"{name}.data.clone()."
+    )
+
+
 def _seeds(where: str) -> CaptureError:
     return CaptureError(
         f"The step must not seed torch's generator, nor put an old state of it back: what "
@@ -305,6 +334,7 @@ def _identity(tensor: torch.Tensor) -> Any:
             return id(tensor)
         if tensor.numel() <= _MAX_NUMBERS or not tensor.untyped_storage().resizable():
             values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            values = values.clone()  # memory that NumPy has seen cannot be resized any more
             about = tuple(tensor.shape), repr(tensor.dtype), str(tensor.device)
             return *about, values.view(torch.uint8).numpy().tobytes()
     return id(tensor)

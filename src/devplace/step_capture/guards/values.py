@@ -6,6 +6,7 @@ import enum
 import functools
 import random
 import types
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from operator import is_
@@ -22,7 +23,7 @@ _FUNCTION = (types.FunctionType, types.BuiltinFunctionType)
 _CALLED = (functools.partial, types.MethodType, type)
 _KNOWN = (*_PLAIN, *_FUNCTION, *_CALLED, torch.Tensor, torch.nn.Module)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
-_LISTS = (list, deque)
+_LISTS = (list, deque, array, bytearray)
 _SETS = (set, frozenset)
 _OF_PARTIAL = ("func", "args", "keywords")
 _MAX_PARTS = 1000
@@ -102,6 +103,12 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
+def is_inside(addresses: Iterable[int], array: Any) -> bool:
+    """Whether one of some addresses lies in the memory of an array of NumPy."""
+    begin = int(array.__array_interface__["data"][0])
+    return any(begin <= each < begin + array.nbytes for each in addresses)
+
+
 def _parts(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
@@ -133,6 +140,8 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
         return change(value.copy())
     if not _is_container(value):
         return change(value)
+    if isinstance(value, (array, bytearray)):
+        return value[:]
     if isinstance(value, dict):
         made = value.copy()
         for key, part in value.items():

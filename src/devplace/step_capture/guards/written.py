@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import random
 import sys
 import types
-from collections import deque
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_not, ne
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +28,9 @@ from devplace.step_capture.guards.values import (
     kept,
     leaves,
 )
-from devplace.step_capture.sources import CONTAINERS, restore
+from devplace.step_capture.sources import CONTAINERS, copied, restore
 
+_BY_COMPUTED_NAME = ("getattr", "__dict__", "vars", "__getattribute__")
 CACHE = type(functools.lru_cache(lambda: None))
 _MODULE_OWN = frozenset(dir(torch.nn.Module)) | frozenset(vars(torch.nn.Module()))
 _NO_OBJECTS = (torch.nn.Module, type, types.ModuleType)
@@ -76,13 +79,13 @@ class _Saved:
     def changes(self) -> dict[Any, Any]:
         """Entries that are other ones now, by key or place."""
         now, old = self.container, self.old
-        if isinstance(now, (list, deque)):
-            before = list(old)
-            pairs = enumerate(now)
-            return {k: v for k, v in pairs if k >= len(before) or before[k] is not v}
         if isinstance(now, set):
             return {each: each for each in now - old}
-        return {k: v for k, v in now.items() if k not in old or old[k] is not v}
+        if isinstance(now, dict):
+            return {k: v for k, v in now.items() if k not in old or old[k] is not v}
+        is_other = ne if isinstance(now, (array, bytearray)) else is_not
+        pairs = enumerate(now)
+        return {k: v for k, v in pairs if k >= len(old) or is_other(old[k], v)}
 
 
 class Outliving:
@@ -109,7 +112,7 @@ class Outliving:
             self._generators.append((name, value, _state(value)))
         elif isinstance(value, CACHE):
             self._caches.append((value, value.cache_info().misses))
-        elif type(value) in CONTAINERS:
+        elif isinstance(value, CONTAINERS):
             self._save(name, name.rpartition(".")[2], None, value, value)
         elif isinstance(value, type):
             self._meet_class(value)
@@ -125,7 +128,7 @@ class Outliving:
         self._save(name or "the model", "", type(module), held, module)
         self._meet_class(type(module))
         for key, value in held.items():
-            if type(value) in CONTAINERS and id(value) not in self._of:
+            if isinstance(value, CONTAINERS) and id(value) not in self._of:
                 self._save(f"{name}.{key}" if name else key, key, type(module), value, value)
 
     def _meet_class(self, kind: type) -> None:
@@ -136,7 +139,7 @@ class Outliving:
 
     def _save(self, name: str, word: str, kind: type | None, held: Any, owner: Any) -> None:
         container = vars(owner) if held is None else held
-        saved = _Saved(name, word, kind, held, container.copy(), owner)
+        saved = _Saved(name, word, kind, held, copied(container), owner)
         self._of[id(owner)] = saved
         self._saved.append(saved)
         entries = container.items() if isinstance(container, dict) else enumerate(container)
@@ -196,6 +199,11 @@ class Outliving:
             name = saved.name if saved.word else f"{key!r} of {saved.name}"
             word = saved.word or str(key)
             yield Written(name, word, saved.kind, value, now.get((k, key), value), saved.owner)
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                name = cache.__wrapped__.__name__
+                held = [each for part in gc.get_referents(cache) for each in leaves(part) or ()]
+                yield Written(f"what {name}() keeps", name, None, held, held, cache)
         for (k, key), value in now.items():
             saved = self._saved[k]
             if saved.word and (k, key) not in self.first and is_plain(value):  # it grows
@@ -252,6 +260,15 @@ def refuse_lost(
             )
 
 
+def no_buffer(name: str) -> CaptureError:
+    """Error for state that a step reads and writes elsewhere."""
+    return CaptureError(
+        f"State of a step must be kept in buffers of the model: {name!r} is not, but is read and "
+        f"changed by the step. Use register_buffer and write into that, make the module that has "
+        f"it a part of the model (model.extra = module), or pass it as an input tensor."
+    )
+
+
 def function_behind(found: Any) -> Any:
     """The function of a method, property or cache of a class; None if there is none."""
     for name in ("fget", "func", "__func__", "__wrapped__"):
@@ -273,6 +290,9 @@ def _reader(word: str, kind: type | None, executed: Executed) -> str:
             behind = getattr(function_behind(each), "__code__", None)
             if behind is not None and is_users(behind.co_filename):
                 codes.setdefault(behind, ())
+    kinds = ("co_names", "co_varnames", "co_freevars", "co_consts")
+    is_named = any(word in getattr(code, each) for code in codes for each in kinds)
+    words = (word,) if is_named else _BY_COMPUTED_NAME
     for code, offsets in codes.items():
         owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
         is_other = kind is not None and owner not in {*of_kind, "", "<locals>"}
@@ -280,9 +300,10 @@ def _reader(word: str, kind: type | None, executed: Executed) -> str:
             continue  # other modules read such names of themselves
         is_given = kind is None and word in code.co_varnames[: num_arguments(code)]
         left_out = code.co_varnames[:1] if is_other else ()
-        line = _line_of(word, code, offsets, is_given, left_out)
-        if line:
-            return f"{code.co_filename.rpartition('/')[2]}:{line}"
+        for each in words:
+            line = _line_of(each, code, offsets, is_given, left_out)
+            if line:
+                return f"{code.co_filename.rpartition('/')[2]}:{line}"
     return ""
 
 
@@ -306,7 +327,9 @@ def _line_of(
     line = code.co_firstlineno
     for k, step in enumerate(steps):
         line = step.starts_line if type(step.starts_line) is int else line
-        is_read = step.opname in LOADS or (is_given and step.opname.startswith("LOAD_FAST"))
+        asks = any("getattr" in _names(each) for each in steps[max(k - 4, 0) : k])
+        is_read = step.opname in LOADS or (asks and step.opname == "LOAD_CONST")
+        is_read |= is_given and step.opname.startswith("LOAD_FAST")
         if not is_read or word not in _names(step) or step.offset in offsets:
             continue
         if _names(steps[max(k - 1, 0)])[-1] in left_out:

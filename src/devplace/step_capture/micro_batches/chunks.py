@@ -21,6 +21,7 @@ from devplace.step_capture.micro_batches.compare import (
     difference,
     numbers,
     part,
+    shared_count,
 )
 from devplace.step_capture.micro_batches.double_precision import KernelError, NotEvaluatedError
 from devplace.step_capture.refuse import NotInChunksError
@@ -181,6 +182,7 @@ class _Reference:
                 self.unchecked = str(error)
                 continue
             text = difference(found, expected)
+            text = text or shared_count(found, expected, step.share, self._whole.counts or ())
             if text:
                 others = ", with other values in inputs that have one everywhere"
                 text += f" on the example batch{others if values.is_varied else ''}"

@@ -55,10 +55,12 @@ class Numbers:
     Attributes:
         named: The loss, further outputs, and gradients, by name.
         is_exact: Whether all was computed in double precision.
+        counts: What a loss was divided by.
     """
 
     named: dict[str, torch.Tensor]
     is_exact: bool
+    counts: dict[str, torch.Tensor]
 
 
 def numbers(step: TracedStep, values: ExampleValues) -> Numbers:
@@ -79,7 +81,30 @@ def numbers(step: TracedStep, values: ExampleValues) -> Numbers:
     names = [out.name for out in step.outputs if out.role in ("loss", "output")]
     names = ["the loss" if name == "loss" else f"{name!r}" for name in names]
     named = dict(zip([*names, *step.extra], made, strict=True))
-    return Numbers({n: t for n, t in named.items() if not n.startswith("count ")}, is_exact)
+    counts = {name: named.pop(name) for name in tuple(named) if name.startswith("count ")}
+    return Numbers(named, is_exact, counts)
+
+
+def shared_count(found: Numbers, expected: Numbers, share: float, is_whole: Sequence[bool]) -> str:
+    """A count of what a model gives, by which a chunk divides as by its part of the whole batch's.
+
+    Then the losses are the same where all chunks count alike, and only there.
+
+    Args:
+        found, expected: Of the step in chunks, and of the whole batch.
+        share: Part of the rows that the chunk has.
+        is_whole: For each count whether chunks divide by that of the whole batch.
+    """
+    for k, is_used in enumerate(is_whole):
+        mine, theirs = (each.counts.get(f"count {k}") for each in (found, expected))
+        if is_used or mine is None or theirs is None or not bool(theirs):
+            continue
+        if share < 1 and abs(float(mine) - share * float(theirs)) <= EXACT * abs(float(theirs)):
+            return (
+                f"it is divided by a count of what the model gives: {float(mine):g} in a "
+                f"micro-batch and {float(theirs):g} in the whole batch, the same part only"
+            )
+    return ""
 
 
 def difference(found: Numbers, expected: Numbers) -> str:
@@ -184,11 +209,11 @@ def _varies(leaf: torch.Tensor) -> bool:
 
 def varied(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Other values of a uniform tensor: bits, the first of each row as they are; for floating
-    numbers the same times a number from 0.5 to 1.5."""
+    numbers the same times a number from 0.5 to 1.5, for zeros numbers from 0 to 1."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(like.shape, generator=generator).to(like.device)
     if like.is_floating_point():
-        return (like * (drawn + 0.5)).to(like.dtype)
+        return (like * (drawn + 0.5) if bool(like.any()) else drawn).to(like.dtype)
     bits = (drawn < 0.5).to(like.dtype)
     bits[..., 0] = like[..., 0]
     return bits
