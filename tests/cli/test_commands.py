@@ -248,7 +248,7 @@ def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     assert rows["even"]["step_ns"] > 0
     tight = [f"--limit=cuda:{k}=1KB" for k in range(2)]
     done = devplace(*options, "--budget", "20ev", *tight, "--exclude", "cpu:0", cwd=folder)
-    refused(done, 3, "cuda", "1 KB", "proved")
+    refused(done, 3, "cuda", "1000 B", "proved")
 
 
 @pytest.mark.slow

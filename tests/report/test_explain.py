@@ -130,7 +130,7 @@ def test_s26_parameter_bytes_that_cross_links_are_told() -> None:
     assert "parameters cross" not in at_rest.text
     dragged = explain(placed(problem, {"f0": "cuda:0"}, "cuda:1").timeline)
     assert dragged.parameter_bytes == WEIGHT
-    assert "1 KB of parameters cross links every step" in dragged.text
+    assert "1000 B of parameters cross links every step" in dragged.text
 
 
 def test_s72_one_line_per_module_and_json_that_validates() -> None:

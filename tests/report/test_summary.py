@@ -32,7 +32,7 @@ def test_s75_summary_has_step_bound_and_search_cost() -> None:
     lines = dict(line.split("  ", 1) for line in text.splitlines())
     assert "6 ms predicted, 1.33x the speed of cuda:0 alone (8 ms)" in lines["step"]
     assert "6 ms; the step is 0.0% above it" in lines["lower bound"]
-    assert "busy 50%, memory 3.2 KB of 1 GB" in text
+    assert "busy 50%, memory 3.12 KiB of 954 MiB" in text
     assert "200 B in 2 transfers" in text
     assert "1 evaluations in" in text
     assert "seed 0" in text

@@ -248,11 +248,11 @@ def _peaks(timeline: Timeline, unit: str) -> str:
 
 
 def _unit(num_bytes: int) -> str:
-    return next((u for u in ("GB", "MB", "KB") if num_bytes >= SIZE_UNITS[u]), "B")
+    return next((u for u in ("GiB", "MiB", "KiB") if num_bytes >= SIZE_UNITS[u.upper()]), "B")
 
 
 def _size(num_bytes: int, unit: str) -> str:
-    value = num_bytes / SIZE_UNITS[unit]
+    value = num_bytes / SIZE_UNITS[unit.upper()]
     if value == 0 or unit == "B":
         return f"{value:.0f}"
     if value < 0.01:
