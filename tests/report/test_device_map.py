@@ -12,7 +12,7 @@ from tests.report.steps import chain_graph, machine, make_problem, placed, wide_
 
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.plan import load_plan
-from devplace.report import device_map, pins_of, split_points
+from devplace.report import device_map, pins_of, run_elsewhere, split_points
 from devplace.report.device_map import Held, collapse, module_paths, user_names
 
 parts = st.sampled_from("abc")
@@ -94,6 +94,16 @@ def test_what_is_no_device_map_is_refused(bad: object) -> None:
     """Also a map that leaves weights on disk."""
     with pytest.raises(InputError, match="device"):
         pins_of(bad)
+
+
+def test_what_a_plan_runs_where_its_map_does_not_say_is_told() -> None:
+    """`f1` alone is on the other GPU: its module is named once, and no other."""
+    problem = make_problem(chain_graph(3), machine(2))
+    timeline = placed(problem, {"f1": "cuda:0"}, "cuda:1").timeline
+    assert device_map(timeline) == {"": "cuda:1"}
+    assert run_elsewhere(timeline, device_map(timeline)) == ("layer1",)
+    whole = placed(problem, {"layer1": "cuda:0"}, "cuda:1").timeline
+    assert run_elsewhere(whole, device_map(whole)) == ()
 
 
 def test_split_points_are_where_the_next_device_begins() -> None:

@@ -67,6 +67,29 @@ def device_map(
     return collapse(held, names) if held else {"": shown[devices[-1]]}
 
 
+def run_elsewhere(timeline: Timeline, found: Mapping[str, str]) -> tuple[str, ...]:
+    """Modules of which a plan runs ops on another device than a map puts them on.
+
+    A map has one device for each block, and a tied weight's module goes with the weight; a plan may
+    part a block, and run such a module where its input is.
+
+    Args:
+        timeline: Of the plan.
+        found: Its `device_map`.
+
+    Returns:
+        Module paths, in the order in which they first run.
+    """
+    graph, devices, shown = _placed(timeline, None)
+    differ: dict[str, None] = {}
+    for op, device in zip(graph.ops, devices, strict=True):
+        for part in () if op.is_source else parts_of(op):
+            path = None if part.is_view else _longest(found, part.module)
+            if path is not None and found[path] != shown[device]:
+                differ.setdefault(part.module)
+    return tuple(differ)
+
+
 def split_points(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict[str, str]:
     """Modules at whose beginning a pipeline's next stage begins, and its device.
 

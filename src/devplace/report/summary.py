@@ -195,13 +195,9 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
     lines.append(("moved", f"{format_bytes(timeline.transfer_bytes)} in {count:,} transfers"))
     if sum(map(bool, timeline.order)) > 1:
         lines.append(("longest idle", idle_text(timeline, longest_idle(timeline))))
-    lines.append(
-        (
-            "placer",
-            f"{result.placer}, {result.evaluations:,} evaluations in {result.seconds:.1f} s, "
-            f"seed {result.seed}",
-        )
-    )
+    took = f"{result.evaluations:,} evaluations in {result.seconds:.1f} s, "
+    cost = took if result.evaluations else ""  # a plan from a file does not say
+    lines.append(("placer", f"{result.placer}, {cost}seed {result.seed}"))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
