@@ -192,8 +192,12 @@ def test_tied_parameters_are_listed_under_all_their_names() -> None:
     model = Tied()
     graph = dp.capture(model, torch.randint(50, (8, 12)), None, torch.optim.SGD(model.parameters()))
     described = dp.load_machine("p100x2")
-    problem = dp.Problem(graph, described, dp.Analytic()(graph, described), pins={"mid": "cuda:1"})
-    found = device_map(dp.place(problem, dp.placers.Random(), "5ev").plan)
+    pins = {"tok": "cuda:0", "mid": "cuda:1"}
+    problem = dp.Problem(graph, described, dp.Analytic()(graph, described), pins=pins)
+    plan = dp.place(problem, dp.placers.Random(), "5ev").plan
+    found = device_map(plan)
+    with pytest.raises(PlanError, match=r"'tok.weight', .* give 'head.weight' a weight of"):
+        split_points(plan)
     for name in model.state_dict():
         assert sum(covers(path, name) for path in found) == 1
     assert found.get("head", found.get("")) == found.get("tok", found.get(""))

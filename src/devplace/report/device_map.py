@@ -126,14 +126,24 @@ def split_points(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict
         if where in seen:
             raise PlanError(
                 f"Stages of a pipeline are parts of the model one after the other: {path!r} is on "
-                f"{where} again after {device}. Plan with the modules of a device together, for "
-                f"example with the placer 'layers' or with pins."
+                f"{where} again after {device}. {_remedy(path, graph.meta.get('tied', {}))}"
             )
         if device:
             stages[path] = where
         device = where
         seen.add(where)
     return stages
+
+
+def _remedy(path: str, tied: Mapping[str, str]) -> str:
+    """What to do about a module that comes back to a device."""
+    for name, first in tied.items():
+        if name.rpartition(".")[0] == path:
+            return f"It shares {first!r}, which is there: give {name!r} a weight of its own."
+    return (
+        "Plan with the modules of a device together, for example with the placer 'layers' or "
+        "with pins."
+    )
 
 
 def _placed(
