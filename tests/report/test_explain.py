@@ -53,7 +53,7 @@ def test_s21_a_chain_spread_over_devices_is_told_to_be_slower() -> None:
     problem = make_problem(forward_chain(4), machine(2))
     found = explain(placed(problem, {"layer1": "cuda:0", "layer3": "cuda:0"}, "cuda:1").timeline)
     assert "this plan takes" in found.text
-    assert "one takes 5 ms" in found.text
+    assert "one device takes 5 ms" in found.text
 
 
 LAYERS = "x = input bytes=1\n" + "\n".join(
