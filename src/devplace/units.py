@@ -87,6 +87,16 @@ def parse_time_ns(value: int | str, what: str = "time") -> int:
     return round(ns)
 
 
+def three_digits(value: float) -> str:
+    """Three digits, or all before the point.
+
+    Example:
+        >>> three_digits(0.01234), three_digits(1204.3)
+        ('0.0123', '1204')
+    """
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
 def format_time(ns: int) -> str:
     """Short text of a duration.
 
@@ -96,7 +106,7 @@ def format_time(ns: int) -> str:
     """
     for unit, scale in (("s", NS_PER_S), ("ms", NS_PER_MS), ("us", NS_PER_US)):
         if abs(ns) >= scale:
-            return f"{_short(ns / scale)} {unit}"
+            return f"{three_digits(ns / scale)} {unit}"
     return f"{ns} ns"
 
 
@@ -110,7 +120,7 @@ def format_bytes(num_bytes: int) -> str:
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = SIZE_UNITS[unit.upper()]
         if abs(num_bytes) >= scale:
-            return f"{_short(num_bytes / scale)} {unit}"
+            return f"{three_digits(num_bytes / scale)} {unit}"
     return f"{num_bytes} B"
 
 
@@ -123,10 +133,5 @@ def format_bandwidth(bytes_per_s: int) -> str:
     """
     for unit in ("TB", "GB", "MB", "KB"):
         if bytes_per_s >= SIZE_UNITS[unit]:
-            return f"{_short(bytes_per_s / SIZE_UNITS[unit])} {unit}/s"
+            return f"{three_digits(bytes_per_s / SIZE_UNITS[unit])} {unit}/s"
     return f"{bytes_per_s} B/s"
-
-
-def _short(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

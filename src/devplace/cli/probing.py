@@ -13,7 +13,7 @@ from devplace.cli.session import check_output, working
 from devplace.errors import InputError, MachineError, VerificationError, WriteError
 from devplace.files import write_whole
 from devplace.machine import Machine, detect, toml
-from devplace.units import format_bandwidth, format_bytes, format_time
+from devplace.units import format_bandwidth, format_bytes, format_time, three_digits
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -171,7 +171,7 @@ def hops_table(pairs: Sequence[PairReport], way: str) -> Table:
     table = Table("from", "to", *map(format_bytes, sizes), "largest", title=f"Hop by {way}, us")
     for pair in rows:
         times = dict(zip(pair.sizes, pair.hop_ns[way], strict=True))
-        texts = [f"{times[size] / 1e3:.3g}" if size in times else "-" for size in sizes]
+        texts = [three_digits(times[size] / 1e3) if size in times else "-" for size in sizes]
         largest = pair.sizes[-1]
         rate = largest * 10**9 // times[largest]
         table.add_row(pair.src, pair.dst, *texts, format_bandwidth(rate))
