@@ -14,9 +14,11 @@
 #   TORCH=torch==2.13.0    the torch to install. Give another version, wheel or pip options, such
 #                          as a CPU-only build on a machine without GPUs. With TORCH= the torch
 #                          that .venv has is kept.
+#   SITE=docs/_build/html  the folder to build documentation into, one folder for each version
 
 TORCH ?= torch==2.13.0
 PYTHON ?=
+SITE ?= docs/_build/html
 WORKERS ?= 2
 
 SHELL := /bin/bash
@@ -65,8 +67,9 @@ lint: $(DONE)/package $(DONE)/test $(DONE)/lint
 	if [ -n "$$failed" ]; then echo "Failed:$$failed" >&2; exit 1; fi
 
 docs: $(DONE)/package $(DONE)/docs
-	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
-	@echo "Open docs/_build/html/index.html"
+	@version=$$($(BIN)/python -c 'import devplace; print(devplace.__version__)'); \
+	$(BIN)/sphinx-build -q -W --keep-going -b html -d docs/_build/doctrees docs $(SITE)/$$version; \
+	echo "Open $(SITE)/$$version/index.html; $(SITE)/index.html lists the versions"
 
 bench: $(DONE)/package
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done

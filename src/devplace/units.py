@@ -87,6 +87,16 @@ def parse_time_ns(value: int | str, what: str = "time") -> int:
     return round(ns)
 
 
+def three_digits(value: float) -> str:
+    """Three digits, or all before the point.
+
+    Example:
+        >>> three_digits(0.01234), three_digits(1204.3)
+        ('0.0123', '1204')
+    """
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
 def format_time(ns: int) -> str:
     """Short text of a duration.
 
@@ -96,25 +106,32 @@ def format_time(ns: int) -> str:
     """
     for unit, scale in (("s", NS_PER_S), ("ms", NS_PER_MS), ("us", NS_PER_US)):
         if abs(ns) >= scale:
-            return (
-                f"{ns / scale:.3g} {unit}" if abs(ns) < 1000 * scale else f"{ns / scale:.0f} {unit}"
-            )
+            return f"{three_digits(ns / scale)} {unit}"
     return f"{ns} ns"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Short text of a size, in decimal units.
+    """Short text of a size, in binary units, as memory is sold: a card of 24 GB has 24 GiB.
 
     Example:
         >>> format_bytes(512), format_bytes(11_500_000_000)
-        ('512 B', '11.5 GB')
+        ('512 B', '10.7 GiB')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = SIZE_UNITS[unit.upper()]
+        if abs(num_bytes) >= scale:
+            return f"{three_digits(num_bytes / scale)} {unit}"
+    return f"{num_bytes} B"
+
+
+def format_bandwidth(bytes_per_s: int) -> str:
+    """Short text of a bandwidth, in decimal units, as in data sheets.
+
+    Example:
+        >>> format_bandwidth(12_500_000_000)
+        '12.5 GB/s'
     """
     for unit in ("TB", "GB", "MB", "KB"):
-        scale = SIZE_UNITS[unit]
-        if abs(num_bytes) >= scale:
-            return (
-                f"{num_bytes / scale:.3g} {unit}"
-                if abs(num_bytes) < 1000 * scale
-                else (f"{num_bytes / scale:.0f} {unit}")
-            )
-    return f"{num_bytes} B"
+        if bytes_per_s >= SIZE_UNITS[unit]:
+            return f"{three_digits(bytes_per_s / SIZE_UNITS[unit])} {unit}/s"
+    return f"{bytes_per_s} B/s"

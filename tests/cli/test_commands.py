@@ -167,6 +167,7 @@ def test_a_plan_is_explained(folder: Path) -> None:
     placed = json.loads(devplace("explain", "plan.json", "--device-map", cwd=folder).stdout)
     assert placed == data["device_map"]
     assert set(placed.values()) <= {"cpu:0", "cpu:1"}
+    assert set(data["run_elsewhere"]) <= {row["module"] for row in data["modules"]}
     done = devplace("explain", "plan.json", "--html", "one.html", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "<canvas" in (folder / "one.html").read_text()
@@ -248,7 +249,7 @@ def test_infeasible_rows_keep_their_figures(folder: Path) -> None:
     assert rows["even"]["step_ns"] > 0
     tight = [f"--limit=cuda:{k}=1KB" for k in range(2)]
     done = devplace(*options, "--budget", "20ev", *tight, "--exclude", "cpu:0", cwd=folder)
-    refused(done, 3, "cuda", "1 KB", "proved")
+    refused(done, 3, "cuda", "1000 B", "proved")
 
 
 @pytest.mark.slow

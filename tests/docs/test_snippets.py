@@ -5,7 +5,8 @@ Per page, in order and in one temporary folder:
 - `python` blocks are executed in one namespace; one that starts with `# file: NAME` is written to
   that file instead;
 - `toml` blocks are read as machine files, and written where they start with `# file: NAME`;
-- in `console` blocks the lines `$ devplace ...` are run; `# exit N` behind one is its exit code;
+- in `console` blocks the lines `$ devplace ...` are run; `# exit N` behind one is its exit code,
+  and `> FILE` at the end keeps what it prints;
 - a `text` block after `<!-- output -->` is what the block before it prints;
 - `<!-- not run: REASON -->` before a block lets it be.
 """
@@ -129,8 +130,11 @@ def run_console(block: Block, where: str) -> str:
             assert words[0] in OTHER_COMMANDS, f"{where}: {line}"
             continue
         expected = int(remark.removeprefix("exit ")) if remark.startswith("exit ") else 0
+        words, target = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, "")
         code, printed = run_devplace(words[1:])
         assert code == expected, f"{where}: {line}\n{printed}"
+        if target:
+            Path(target).write_text(printed, encoding="utf-8")
     return printed
 
 

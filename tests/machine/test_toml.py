@@ -156,6 +156,7 @@ WRONG = [
     ('memory = "12GB"', "memory = -5", "m.toml:19: devices[1].memory must be positive, got -5 B"),
     ('memory = "12GB"', "memroy = 5", "m.toml:19: unknown field devices[1].memroy. Did you mean"),
     ('limit = "11 GB"', 'limit = "13 GB"', "m.toml:20: devices[1].limit must be at most its mem"),
+    ('memory = "12GB"', 'memory = "12"', "m.toml:19: devices[1].memory is a text without a unit"),
     ('limit = "11 GB"', 'limit="1 GB"\nreserve="1 GB"', "m.toml:20: devices[1] has both 'limit'"),
     ('limit = "11 GB"', "streams = 0", "m.toml:20: devices[1].streams must be positive, got 0"),
     ('limit = "11 GB"', "streams = true", "m.toml:20: devices[1].streams must be a whole number"),

@@ -65,7 +65,7 @@ def test_rounds_are_counted_and_repeatable() -> None:
 
 def test_gaps_that_no_placement_avoids_are_told() -> None:
     """On one GPU the message has what is reserved, and with that the step is placed."""
-    with pytest.raises(InfeasibleError, match="gpu:0 needs 212 MB, 28") as caught:
+    with pytest.raises(InfeasibleError, match="gpu:0 needs 202 MiB, 27 MiB") as caught:
         place(problem_with(1, 175), Single(), "9ev")
     assert caught.value.missing_bytes == {"gpu:0": 27 * MIB + 512}
     assert place(problem_with(1, 203), Single(), "9ev").is_feasible

@@ -91,8 +91,8 @@ def test_s58_bad_limits_are_named(limits: dict[Any, Any], part: str) -> None:
 
 def test_a_limit_above_the_memory_is_a_note() -> None:
     """It lowers nothing, and that is told with both sizes."""
-    (note,) = make(limits={"cuda:0": "5 KB", "cuda:1": 7}).notes
-    assert "limit of 5 KB for cuda:0 is above the 1 KB" in note
+    (note,) = make(limits={"cuda:0": "5 KiB", "cuda:1": 7}).notes
+    assert "limit of 5 KiB for cuda:0 is above the 1000 B" in note
     assert make(limits={"cuda:0": 1000}).notes == ()
 
 

@@ -98,6 +98,31 @@ def test_s74_trace_has_a_row_per_device_and_link_and_memory_counters(tmp_path: P
     assert set(counters) == {"memory cuda:0", "memory cuda:1"}
 
 
+def test_an_arrow_leads_from_maker_to_reader() -> None:
+    """`f0` is sent once, from the end of its slice over the link to `f1`; what comes back is
+    `d1`, for `g0`. Each point lies in a slice of its row."""
+    problem = make_problem(chain_graph(2), machine(2))
+    timeline = placed(problem, {"layer0": "cuda:0"}, "cuda:1").timeline
+    transfers = [PlannedTransfer(t.tensor, t.src, t.dst, 100) for t in timeline.transfers]
+    events = chrome_trace(timeline, as_measured(timeline, OP_NS), transfers)["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    for process in (1, 2):
+        ways: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        for event in events:
+            if event["pid"] == process and event["ph"] in "stf":
+                (inside,) = [
+                    one["name"]
+                    for one in slices
+                    if (one["pid"], one["tid"]) == (process, event["tid"])
+                    and one["ts"] <= event["ts"] < one["ts"] + one["dur"]
+                ]
+                ways[event["id"]].append((event["ph"], inside))
+        assert list(ways.values()) == [
+            [("s", "f0"), ("t", "f0"), ("f", "f1")],
+            [("s", "d1"), ("t", "d1"), ("f", "g0")],
+        ]
+
+
 def test_s71_planned_and_observed_stand_side_by_side() -> None:
     """Every op that ran is in a row of its device in both processes; the transfers are, too."""
     problem = make_problem(chain_graph(2), machine(2))

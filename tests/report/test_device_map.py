@@ -12,7 +12,7 @@ from tests.report.steps import chain_graph, machine, make_problem, placed, wide_
 
 from devplace.errors import InputError, PlanError, PlanMismatchError
 from devplace.plan import load_plan
-from devplace.report import device_map, pins_of, split_points
+from devplace.report import device_map, pins_of, run_elsewhere, split_points
 from devplace.report.device_map import Held, collapse, module_paths, user_names
 
 parts = st.sampled_from("abc")
@@ -94,6 +94,16 @@ def test_what_is_no_device_map_is_refused(bad: object) -> None:
     """Also a map that leaves weights on disk."""
     with pytest.raises(InputError, match="device"):
         pins_of(bad)
+
+
+def test_what_a_plan_runs_where_its_map_does_not_say_is_told() -> None:
+    """`f1` alone is on the other GPU: its module is named once, and no other."""
+    problem = make_problem(chain_graph(3), machine(2))
+    timeline = placed(problem, {"f1": "cuda:0"}, "cuda:1").timeline
+    assert device_map(timeline) == {"": "cuda:1"}
+    assert run_elsewhere(timeline, device_map(timeline)) == ("layer1",)
+    whole = placed(problem, {"layer1": "cuda:0"}, "cuda:1").timeline
+    assert run_elsewhere(whole, device_map(whole)) == ()
 
 
 def test_split_points_are_where_the_next_device_begins() -> None:
@@ -182,8 +192,12 @@ def test_tied_parameters_are_listed_under_all_their_names() -> None:
     model = Tied()
     graph = dp.capture(model, torch.randint(50, (8, 12)), None, torch.optim.SGD(model.parameters()))
     described = dp.load_machine("p100x2")
-    problem = dp.Problem(graph, described, dp.Analytic()(graph, described), pins={"mid": "cuda:1"})
-    found = device_map(dp.place(problem, dp.placers.Random(), "5ev").plan)
+    pins = {"tok": "cuda:0", "mid": "cuda:1"}
+    problem = dp.Problem(graph, described, dp.Analytic()(graph, described), pins=pins)
+    plan = dp.place(problem, dp.placers.Random(), "5ev").plan
+    found = device_map(plan)
+    with pytest.raises(PlanError, match=r"'tok.weight', .* give 'head.weight' a weight of"):
+        split_points(plan)
     for name in model.state_dict():
         assert sum(covers(path, name) for path in found) == 1
     assert found.get("head", found.get("")) == found.get("tok", found.get(""))

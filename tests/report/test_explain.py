@@ -53,7 +53,7 @@ def test_s21_a_chain_spread_over_devices_is_told_to_be_slower() -> None:
     problem = make_problem(forward_chain(4), machine(2))
     found = explain(placed(problem, {"layer1": "cuda:0", "layer3": "cuda:0"}, "cuda:1").timeline)
     assert "this plan takes" in found.text
-    assert "one takes 5 ms" in found.text
+    assert "one device takes 5 ms" in found.text
 
 
 LAYERS = "x = input bytes=1\n" + "\n".join(
@@ -130,7 +130,7 @@ def test_s26_parameter_bytes_that_cross_links_are_told() -> None:
     assert "parameters cross" not in at_rest.text
     dragged = explain(placed(problem, {"f0": "cuda:0"}, "cuda:1").timeline)
     assert dragged.parameter_bytes == WEIGHT
-    assert "1 KB of parameters cross links every step" in dragged.text
+    assert "1000 B of parameters cross links every step" in dragged.text
 
 
 def test_s72_one_line_per_module_and_json_that_validates() -> None:

@@ -28,6 +28,7 @@ from devplace.report import (
     memory_rows,
 )
 from devplace.report.fallback import fallbacks
+from devplace.report.what_if import changes
 from devplace.simulator import Timeline, simulate
 from devplace.step_capture import capture
 from devplace.testing import hand_machine, hand_placement
@@ -45,6 +46,18 @@ def layers(devices: dict[str, str], **demands: Any) -> Timeline:
     machine = demands.pop("machine", None) or hand_machine({"gpu:0": 10**6, "gpu:1": 10**6})
     problem = priced(fuse(fusible(LAYERS)), machine, {"h": 10, "fused_r": 6, "y": 10}, **demands)
     return simulate(problem, hand_placement(problem, devices))
+
+
+def test_half_the_work_of_a_module_is_half_of_its_share_of_a_group() -> None:
+    """Of 60 ns 40 are the second layer's and 20 the third's: half of these are saved."""
+    machine = hand_machine({"gpu:0": 10**6})
+    problem = priced(fuse(fusible(LAYERS)), machine, {"h": 1, "fused_r": 60, "y": 1})
+    found = {change.what: change.step_ns for change in changes(place(problem, Single(), "1ev"))}
+    assert found == {
+        "gpu:0 twice as fast": 30,
+        "half the work in two": 42,
+        "half the work in three": 52,
+    }
 
 
 def test_explain_shares_the_time_of_a_group() -> None:

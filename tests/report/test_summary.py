@@ -20,10 +20,20 @@ from tests.report.steps import (
 from devplace.cost import CostTable
 from devplace.placers import Single, place
 from devplace.problem import Placement, Problem
-from devplace.report import best_single, comparison_table, plan_summary
+from devplace.report import best_single, comparison_table, explain, plan_summary
 from devplace.report.summary import idle_text, longest_idle
 from devplace.simulator import simulate
 from devplace.testing import hand_machine, hand_problem
+
+
+def test_one_device_is_not_called_alone_where_pins_part_it() -> None:
+    """With a layer pinned to each GPU no step is on one alone: what speed-ups are over says so."""
+    pins = {"layer0": "cuda:0", "layer1": "cuda:1"}
+    result = placed(make_problem(chain_graph(2), machine(2), pins=pins), {"layer0": "cuda:0"})
+    assert "x the speed of one device as far as pins and kernels allow (" in plan_summary(result)
+    assert "one device as far as pins and kernels allow takes" in explain(result.timeline).text
+    text = " ".join(rendered(comparison_table([result]), 100).split())
+    assert "Speed-up is over one device as far as pins and kernels allow." in text
 
 
 def test_s75_summary_has_step_bound_and_search_cost() -> None:
@@ -32,7 +42,7 @@ def test_s75_summary_has_step_bound_and_search_cost() -> None:
     lines = dict(line.split("  ", 1) for line in text.splitlines())
     assert "6 ms predicted, 1.33x the speed of cuda:0 alone (8 ms)" in lines["step"]
     assert "6 ms; the step is 0.0% above it" in lines["lower bound"]
-    assert "busy 50%, memory 3.2 KB of 1 GB" in text
+    assert "busy 50%, memory 3.12 KiB of 954 MiB" in text
     assert "200 B in 2 transfers" in text
     assert "1 evaluations in" in text
     assert "seed 0" in text

@@ -34,7 +34,7 @@ def test_json_form_is_fixed() -> None:
         "seconds": fits.seconds,
     }
     assert found["rows"][1]["missing_bytes"] == {"cuda:0": 1104}
-    assert found["rows"][1]["reason"] == "cuda:0 lacks 1.1 KB"
+    assert found["rows"][1]["reason"] == "cuda:0 lacks 1.08 KiB"
     assert found["rows"][1]["step_ns"] == full.step_ns
     assert (found["rows"][1]["status"], found["rows"][1]["gap"]) == ("unknown", None)
     assert found["rows"][2] == {
@@ -67,7 +67,7 @@ def test_table_of_nine_devices_shows_everything(width: int) -> None:
         "step",
         "speed-up",
         "gap",
-        "peak memory, KB",
+        "peak memory, KiB",
         "moved",
         "evals",
     ):
@@ -84,8 +84,8 @@ def test_infeasible_rows_keep_their_figures_and_say_what_lacks() -> None:
     problem = make_problem(chain_graph(2), machine(2, memory=4000))
     text = rendered(comparison_table([placed(problem, default="cuda:0")]), 100)
     assert "8 ms" in text
-    assert "0=5.10" in text
-    assert "cuda:0 lacks 1.1 KB" in text
+    assert "0=4.98" in text
+    assert "cuda:0 lacks 1.08 KiB" in text
     assert "Speed-up is over one device without its memory limit" in text
 
 
@@ -108,8 +108,8 @@ def test_a_comparison_of_nothing_needs_the_problem() -> None:
 
 
 def test_limits_have_units_of_their_own() -> None:
-    """A step of KB beside a limit of GB: neither is written in the other's unit."""
-    problem = make_problem(chain_graph(2), machine(1, memory=4_290_000_000))
+    """A step of KiB beside a limit of GiB: neither is written in the other's unit."""
+    problem = make_problem(chain_graph(2), machine(1, memory=4 * 2**30))
     text = rendered(memory_table(placed(problem, default="cuda:0").timeline), 80)
-    assert "peak, KB" in text
-    assert "4.29 GB" in text
+    assert "peak, KiB" in text
+    assert "4 GiB" in text

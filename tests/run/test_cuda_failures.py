@@ -41,7 +41,7 @@ def test_lacking_memory_is_seen_behind_an_ops_error() -> None:
     assert isinstance(found, DeviceMemoryError)
     assert (found.device, found.wanted_bytes) == ("cuda:1", 5 * 2**29)
     assert found.predicted_bytes == 2**30
-    assert str(found).startswith("Warming up needed more memory than cuda:1 has; 2.68 GB more were")
+    assert str(found).startswith("Warming up needed more memory than cuda:1 has; 2.5 GiB more were")
     assert "model and optimizer are untouched" in str(found)
 
 

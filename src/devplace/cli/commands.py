@@ -315,7 +315,7 @@ def explain(
         return
     outcome = running.explain(plan_file, _given(values), html)
     if device_map:
-        _print_json(outcome.device_map)
+        outcome.print_map()
     else:
         _show(outcome, as_json)
 

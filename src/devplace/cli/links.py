@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from devplace.machine import Link, Machine
-from devplace.units import format_bytes, format_time
+from devplace.units import format_bandwidth, format_time
 
 # Pairs of devices that are listed one by one, and kinds of pairs that are listed.
 MAX_PAIRS = 300
@@ -53,4 +53,4 @@ def _paths(machine: Machine) -> Iterator[Link]:
 
 
 def _shown(link: Link) -> tuple[str, str]:
-    return f"{format_bytes(link.bytes_per_s)}/s", format_time(link.latency_ns)
+    return format_bandwidth(link.bytes_per_s), format_time(link.latency_ns)

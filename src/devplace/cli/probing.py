@@ -13,7 +13,7 @@ from devplace.cli.session import check_output, working
 from devplace.errors import InputError, MachineError, VerificationError, WriteError
 from devplace.files import write_whole
 from devplace.machine import Machine, detect, toml
-from devplace.units import format_bytes, format_time
+from devplace.units import format_bandwidth, format_bytes, format_time, three_digits
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,9 +153,9 @@ def links_table(report: ProbeReport) -> Table:
             pair.src,
             pair.dst,
             format_time(fit.latency_ns) if fit else "-",
-            f"{format_bytes(fit.bytes_per_s)}/s" if fit else "-",
+            format_bandwidth(fit.bytes_per_s) if fit else "-",
             f"{fit.worst:.0%}" if fit else "-",
-            size_text(crossover) if crossover else "-",
+            format_bytes(crossover) if crossover else "-",
             ", ".join(names[pair.src, pair.dst]) or "-",
             "right",
         )
@@ -168,13 +168,13 @@ def hops_table(pairs: Sequence[PairReport], way: str) -> Table:
 
     rows = [pair for pair in pairs if way in pair.hop_ns]
     sizes = sorted({size for pair in rows for size in pair.sizes})
-    table = Table("from", "to", *map(size_text, sizes), "largest", title=f"Hop by {way}, us")
+    table = Table("from", "to", *map(format_bytes, sizes), "largest", title=f"Hop by {way}, us")
     for pair in rows:
         times = dict(zip(pair.sizes, pair.hop_ns[way], strict=True))
-        texts = [f"{times[size] / 1e3:.3g}" if size in times else "-" for size in sizes]
+        texts = [three_digits(times[size] / 1e3) if size in times else "-" for size in sizes]
         largest = pair.sizes[-1]
         rate = largest * 10**9 // times[largest]
-        table.add_row(pair.src, pair.dst, *texts, f"{format_bytes(rate)}/s")
+        table.add_row(pair.src, pair.dst, *texts, format_bandwidth(rate))
     return table
 
 
@@ -204,11 +204,3 @@ def notes(report: ProbeReport) -> list[str]:
     parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.seconds.items())
     lines.append(f"Took {parts}.")
     return lines
-
-
-def size_text(num_bytes: int) -> str:
-    """A size in binary units, as sizes are tried."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:g} {unit}"
-    return f"{num_bytes} B"

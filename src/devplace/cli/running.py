@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from devplace.cli.session import (
 )
 from devplace.cli.tracing import print_deviations
 from devplace.errors import WriteError
+from devplace.graph.members import some_text
 from devplace.plan import Plan, load_plan
 from devplace.units import format_bytes, format_time
 
@@ -222,6 +224,7 @@ class ExplainOutcome:
 
     explanation: Any
     device_map: dict[str, str]
+    run_elsewhere: tuple[str, ...]
     loads: tuple[str, ...] = ()
     exit_code: int = 0
     complaint: str = ""
@@ -229,7 +232,22 @@ class ExplainOutcome:
     def as_json(self) -> dict[str, Any]:
         """For --json."""
         found: dict[str, Any] = self.explanation.to_dict()
-        return {**found, "device_map": self.device_map}
+        return {
+            **found,
+            "device_map": self.device_map,
+            "run_elsewhere": list(self.run_elsewhere),
+        }
+
+    def print_map(self) -> None:
+        """The device map on stdout; beside it, where the plan is finer."""
+        click.echo(json.dumps(self.device_map))
+        if self.run_elsewhere:
+            parts = some_text(list(self.run_elsewhere), 4)
+            click.echo(
+                f"devplace: note: a map has one device for each block and each tied weight; of "
+                f"{parts} the plan runs ops on another one.",
+                err=True,
+            )
 
     def print(self) -> None:
         """For people."""
@@ -257,7 +275,8 @@ def explain(path: Path, given: Given, html: Path | None = None) -> ExplainOutcom
         model = getattr(session.workload, "model", None)
         names = model.state_dict() if model is not None else ()
         found = report.device_map(timeline, names=names)
-        return ExplainOutcome(report.explain(timeline), found, tuple(loads))
+        elsewhere = report.run_elsewhere(timeline, found)
+        return ExplainOutcome(report.explain(timeline), found, elsewhere, tuple(loads))
 
 
 def _write_page(html: Path, path: Path, plan: Plan, session: Session) -> None:

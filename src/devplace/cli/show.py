@@ -12,7 +12,7 @@ from devplace.errors import InputError
 from devplace.files import write_whole
 from devplace.machine import Machine, load_machine, presets, toml
 from devplace.simulator import native_module
-from devplace.units import format_bytes, format_time
+from devplace.units import format_bandwidth, format_bytes, format_time
 
 
 def machine_list(as_json: bool) -> None:
@@ -66,10 +66,10 @@ def machine(name: str, output: Path | None, as_json: bool) -> None:
         devices.add_row(
             d.name,
             d.model,
-            _size(d.memory_bytes),
-            _size(d.reserve_bytes),
+            format_bytes(d.memory_bytes),
+            format_bytes(d.reserve_bytes),
             f"{d.flops_per_s['float32'] / 1e12:.3g} TFLOP/s",
-            f"{format_bytes(d.bytes_per_s)}/s",
+            format_bandwidth(d.bytes_per_s),
             format_time(d.launch_gap_ns),
         )
     links, note = link_table(found)
@@ -79,11 +79,6 @@ def machine(name: str, output: Path | None, as_json: bool) -> None:
         out.print(note)
     for topic, source in found.sources.items():
         out.print(f"{topic}: {source}")
-
-
-def _size(num_bytes: int) -> str:
-    """As memory is sold and machine files say: 24 GiB, which makers call 24 GB."""
-    return f"{num_bytes / 2**30:.4g} GiB"
 
 
 def _write(found: Machine, output: Path) -> None:

@@ -25,7 +25,7 @@ def parse_quantity(
     """The whole number of base units (the first of `units`) in `value`.
 
     Args:
-        value: An integer in base units, or a text such as `12 GB/s`.
+        value: An integer in base units, or a text with a unit, such as `12 GB/s`.
         units: Unit -> base units; letters' case does not matter.
         what: The field, for messages.
         positive: Whether zero is refused.
@@ -74,6 +74,12 @@ def _split(value: object, units: Mapping[str, int], what: str) -> tuple[float, s
         raise MachineError(
             f"{what} must be a number with a unit, got {value!r}. "
             f"Use for example '12 {largest}', or a whole number of {base}."
+        )
+    if not match.group(2) and number:
+        largest = list(units)[min(3, len(units) - 1)]
+        raise MachineError(
+            f"{what} is a text without a unit, {value!r}. Write '{match.group(1)} {largest}', or "
+            f"the whole number of {base} without quotes."
         )
     return number, match.group(2) or base
 

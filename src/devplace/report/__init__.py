@@ -2,7 +2,13 @@
 
 from devplace.report.chrome_trace import chrome_trace, save_chrome_trace
 from devplace.report.deviations import Deviation, Deviations, deviations
-from devplace.report.device_map import device_map, pins_of, read_pins, split_points
+from devplace.report.device_map import (
+    device_map,
+    pins_of,
+    read_pins,
+    run_elsewhere,
+    split_points,
+)
 from devplace.report.explain import Explanation, explain
 from devplace.report.html import html_report, save_html_report
 from devplace.report.measured import measured_summary, not_observed
@@ -44,6 +50,7 @@ __all__ = [
     "plan_load_lines",
     "plan_summary",
     "read_pins",
+    "run_elsewhere",
     "save_chrome_trace",
     "save_html_report",
     "split_points",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 Span = tuple[int, int, str, str, Event]
 """Start ns, finish ns, name, category, args."""
+Point = tuple[str, int, str, int]
+"""Where an arrow passes: device (`transfer`: a link), start and name of the slice, and when; ns."""
 PLANNED, MEASURED = 1, 2
 _NAMED = 8  # members of a fused group that are named
 
@@ -38,7 +40,8 @@ def chrome_trace(
     device. A fused group is one slice, with the modules and first members among its args. A row
     never holds two slices at once; a device that runs several ops at a time gets
     several rows. A transfer is shown while it occupies its channels; its arrival, a latency
-    later, is among its args. Times are microseconds from the start of the step.
+    later, is among its args, and an arrow leads from what makes the tensor over the links to its
+    first reader. Times are microseconds from the start of the step.
 
     Args:
         timeline: Predicted step.
@@ -53,7 +56,10 @@ def chrome_trace(
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     graph = timeline.problem.graph
-    events = _process(PLANNED, "planned", planned_rows(timeline))
+    rows = planned_rows(timeline)
+    begins = [(t.tensor, t.src, t.dst, t.start_ns) for t in timeline.transfers]
+    arrows = _arrows(timeline, timeline.start_ns.tolist(), timeline.finish_ns.tolist(), begins)
+    events = _process(PLANNED, "planned", rows, arrows)
     events += _memory_counters(timeline)
     if measured is not None:
         if len(measured.start_ns) != len(graph.ops):
@@ -66,7 +72,11 @@ def chrome_trace(
                 f"Measured transfers must be those of the schedule: {len(transfers)} scheduled, "
                 f"{len(measured.transfer_start_ns)} measured. Pass `Schedule.transfers`."
             )
-        events += _process(MEASURED, "measured", _measured_rows(timeline, measured, transfers))
+        starts = measured.transfer_start_ns.tolist()
+        begins = [(t.tensor, t.src, t.dst, s) for t, s in zip(transfers, starts, strict=False)]
+        times = measured.start_ns.tolist(), measured.finish_ns.tolist()
+        rows = _measured_rows(timeline, measured, transfers)
+        events += _process(MEASURED, "measured", rows, _arrows(timeline, *times, begins))
     return {
         "displayTimeUnit": "ms",
         "otherData": {"model": graph.name, "machine": timeline.problem.machine.name},
@@ -114,8 +124,11 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
     return rows
 
 
-def _process(pid: int, name: str, rows: dict[str, list[Span]]) -> list[Event]:
-    """Events of one process: names of rows, then slices."""
+def _process(
+    pid: int, name: str, rows: dict[str, list[Span]], arrows: list[list[Point]]
+) -> list[Event]:
+    """Events of one process: names of rows, slices, then arrows."""
+    tids: dict[tuple[str, int, str], int] = {}
     events: list[Event] = [_meta(pid, 0, "process_name", {"name": name})]
     events.append(_meta(pid, 0, "process_sort_index", {"sort_index": pid}))
     tid = 0
@@ -126,6 +139,9 @@ def _process(pid: int, name: str, rows: dict[str, list[Span]]) -> list[Event]:
             events.append(_meta(pid, tid, "thread_name", {"name": title}))
             events.append(_meta(pid, tid, "thread_sort_index", {"sort_index": tid}))
             for start, finish, what, category, args in row:
+                if finish > start:
+                    place = label if category == "op" else category
+                    tids.setdefault((place, start, what), tid)
                 events.append(
                     {
                         "ph": "X",
@@ -138,6 +154,12 @@ def _process(pid: int, name: str, rows: dict[str, list[Span]]) -> list[Event]:
                         "args": args,
                     }
                 )
+    for number, points in enumerate(arrows):
+        there = [(tids[p[:3]], p[3]) for p in points if p[:3] in tids]
+        kinds = ["s", *"t" * (len(there) - 2), "f"] if len(there) > 1 else []
+        for kind, (tid, when) in zip(kinds, there, strict=False):
+            event = {"ph": kind, "id": number, "pid": pid, "tid": tid, "ts": when / NS_PER_US}
+            events.append({**event, "name": "transfer", "cat": "transfer", "bp": "e"})
     return events
 
 
@@ -205,6 +227,36 @@ def _measured_rows(
         name = timeline.problem.graph.tensors[transfer.tensor].name
         rows.setdefault(label, []).append((begin, end, name, "transfer", args))
     return rows
+
+
+def _arrows(
+    timeline: Timeline,
+    start: Sequence[int],
+    finish: Sequence[int],
+    begins: Iterable[tuple[int, int, int, int]],
+) -> list[list[Point]]:
+    """The way of each transfer (tensor, sender, receiver, begin): from the end of the op that makes
+    the tensor over a link to the beginning of the first op that reads it there."""
+    graph, tasks = timeline.problem.graph, timeline.problem.core.tasks
+    names = timeline.problem.machine.device_names
+    readers: dict[tuple[int, int], int] = {}
+    for d, ops in enumerate(timeline.order):
+        for op in ops:
+            task = tasks.op_task[op]
+            for carrier in tasks.in_carrier[tasks.in_ptr[task] : tasks.in_ptr[task + 1]].tolist():
+                readers.setdefault((d, carrier), op)
+    found = []
+    for tensor, src, dst, begin in begins:
+        maker = int(tasks.task_op[tasks.op_task[graph.producer[tensor]]])
+        reader = readers.get((dst, int(tasks.carrier_of[tensor])))
+        points = [
+            (names[src], start[maker], graph.ops[maker].name, finish[maker] - 1),
+            ("transfer", begin, graph.tensors[tensor].name, begin),
+        ]
+        if reader is not None:
+            points.append((names[dst], start[reader], graph.ops[reader].name, start[reader]))
+        found.append(points)
+    return found
 
 
 def _op_span(timeline: Timeline, index: int, start: int, finish: int, extra: Event) -> Span:

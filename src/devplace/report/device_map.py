@@ -67,6 +67,29 @@ def device_map(
     return collapse(held, names) if held else {"": shown[devices[-1]]}
 
 
+def run_elsewhere(timeline: Timeline, found: Mapping[str, str]) -> tuple[str, ...]:
+    """Modules of which a plan runs ops on another device than a map puts them on.
+
+    A map has one device for each block, and a tied weight's module goes with the weight; a plan may
+    part a block, and run such a module where its input is.
+
+    Args:
+        timeline: Of the plan.
+        found: Its `device_map`.
+
+    Returns:
+        Module paths, in the order in which they first run.
+    """
+    graph, devices, shown = _placed(timeline, None)
+    differ: dict[str, None] = {}
+    for op, device in zip(graph.ops, devices, strict=True):
+        for part in () if op.is_source else parts_of(op):
+            path = None if part.is_view else _longest(found, part.module)
+            if path is not None and found[path] != shown[device]:
+                differ.setdefault(part.module)
+    return tuple(differ)
+
+
 def split_points(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict[str, str]:
     """Modules at whose beginning a pipeline's next stage begins, and its device.
 
@@ -103,14 +126,24 @@ def split_points(planned: Plan | Timeline, graph: OpGraph | None = None) -> dict
         if where in seen:
             raise PlanError(
                 f"Stages of a pipeline are parts of the model one after the other: {path!r} is on "
-                f"{where} again after {device}. Plan with the modules of a device together, for "
-                f"example with the placer 'layers' or with pins."
+                f"{where} again after {device}. {_remedy(path, graph.meta.get('tied', {}))}"
             )
         if device:
             stages[path] = where
         device = where
         seen.add(where)
     return stages
+
+
+def _remedy(path: str, tied: Mapping[str, str]) -> str:
+    """What to do about a module that comes back to a device."""
+    for name, first in tied.items():
+        if name.rpartition(".")[0] == path:
+            return f"It shares {first!r}, which is there: give {name!r} a weight of its own."
+    return (
+        "Plan with the modules of a device together, for example with the placer 'layers' or "
+        "with pins."
+    )
 
 
 def _placed(

@@ -19,7 +19,7 @@ def verdict(fit: Fit) -> str:
     """One line: whether it fits, else what is missing where, and what it takes.
 
     Example:
-        does not fit as it is: misses 3.1 GB on cuda:0; with recompute it fits on 2 of 4 GPUs, 14 %
+        does not fit as it is: misses 2.9 GiB on cuda:0; with recompute it fits on 2 of 4 GPUs, 14 %
         slower
     """
     first, best = fit.ways[0], fit.best

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from devplace.graph.members import module_shares
-from devplace.report.summary import WORTH_TELLING, best_single
+from devplace.report.summary import WORTH_TELLING, best_single, single_name
 from devplace.report.unused import NO_GAIN, unused_text
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
@@ -33,6 +33,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bound_batch_ns: Copies of the batch that no plan is without, before its first op.
         single_ns: Best step on one device (`best_single`).
         single_fits: Whether that is within its memory limit.
+        single_name: What it is called: pins or kernels may part it.
         path_compute_ns: Time of the ops on the plan's critical path.
         path_wait_ns: Rest of the critical path: transfers and their queues.
         path_modules: Module -> time of its ops on the critical path, shares of fused groups
@@ -49,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bound_batch_ns: int
     single_ns: int
     single_fits: bool
+    single_name: str
     path_compute_ns: int
     path_wait_ns: int
     path_modules: dict[str, int]
@@ -93,6 +95,7 @@ def find_limits(timeline: Timeline, bound: LowerBound | None = None) -> Limits:
         bound_batch_ns=bound.batch_ns,
         single_ns=single.makespan_ns,
         single_fits=single.is_feasible,
+        single_name=single_name(single),
         path_compute_ns=compute,
         path_wait_ns=wait,
         path_modules=top,
@@ -129,8 +132,8 @@ def limits_text(timeline: Timeline, limits: Limits) -> str:
     return (
         f"{first} {_modules(limits, 'Most')}. It uses {used} of {usable} devices; no plan can "
         f"be below {format_time(limits.lower_bound_ns)} (longest chain {chain}, work shared out "
-        f"{load}{_more_of_bound(limits)}), one device takes {format_time(limits.single_ns)}{fits}."
-        f"{rest}"
+        f"{load}{_more_of_bound(limits)}), {limits.single_name} takes "
+        f"{format_time(limits.single_ns)}{fits}.{rest}"
     )
 
 
@@ -157,7 +160,8 @@ def _batch_text(timeline: Timeline) -> str:
 def _no_gain_text(limits: Limits, usable: int, used: int, step: str) -> str:
     bound, chain = format_time(limits.lower_bound_ns), format_time(limits.chain_ns)
     if used > 1:
-        first = f"this plan takes {step} on {used}, one takes {format_time(limits.single_ns)}"
+        took = format_time(limits.single_ns)
+        first = f"this plan takes {step} on {used}, {limits.single_name} takes {took}"
     else:
         first = f"this plan runs on {limits.busiest} alone and takes {step}"
     text = (

@@ -34,6 +34,12 @@ def best_single(problem: Problem, known: Iterable[Timeline] = ()) -> Timeline:
     return min(steps, key=lambda step: (not step.is_feasible, step.makespan_ns))
 
 
+def single_name(single: Timeline) -> str:
+    """What a `best_single` is: where pins or kernels demand it, parts of it are elsewhere."""
+    parted = len(_in_work(single)) > 1
+    return "one device as far as pins and kernels allow" if parted else "one device"
+
+
 def _in_work(timeline: Timeline) -> list[int]:
     return [d for d, ops in enumerate(timeline.order) if ops]
 
@@ -59,7 +65,7 @@ def missing_text(missing_bytes: dict[str, int]) -> str:
 
     Example:
         >>> missing_text({"cuda:0": 3_000_000})
-        'cuda:0 lacks 3 MB'
+        'cuda:0 lacks 2.86 MiB'
     """
     return ", ".join(f"{name} lacks {format_bytes(n)}" for name, n in missing_bytes.items())
 
@@ -195,13 +201,9 @@ def plan_summary(result: Result, single: Timeline | None = None) -> str:
     lines.append(("moved", f"{format_bytes(timeline.transfer_bytes)} in {count:,} transfers"))
     if sum(map(bool, timeline.order)) > 1:
         lines.append(("longest idle", idle_text(timeline, longest_idle(timeline))))
-    lines.append(
-        (
-            "placer",
-            f"{result.placer}, {result.evaluations:,} evaluations in {result.seconds:.1f} s, "
-            f"seed {result.seed}",
-        )
-    )
+    took = f"{result.evaluations:,} evaluations in {result.seconds:.1f} s, "
+    cost = took if result.evaluations else ""  # a plan from a file does not say
+    lines.append(("placer", f"{result.placer}, {cost}seed {result.seed}"))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
@@ -217,7 +219,7 @@ def _gap_text(gap: float) -> str:
 def _against(step_ns: int, single: Timeline) -> str:
     names = single.problem.machine.device_names
     used = [names[d] for d in _in_work(single)]
-    where = used[0] if len(used) == 1 else "one device"
+    where = f"{used[0]} alone" if len(used) == 1 else single_name(single)
     if not step_ns or not single.makespan_ns:
         return ""
     if not single.is_feasible:
@@ -227,5 +229,5 @@ def _against(step_ns: int, single: Timeline) -> str:
         return f"; no order tried fits on a single device ({lacks})"
     ratio = single.makespan_ns / step_ns
     if len(used) == 1 and step_ns == single.makespan_ns:
-        return f", as fast as {where} alone"
-    return f", {ratio:.2f}x the speed of {where} alone ({format_time(single.makespan_ns)})"
+        return f", as fast as {where}"
+    return f", {ratio:.2f}x the speed of {where} ({format_time(single.makespan_ns)})"

@@ -16,7 +16,7 @@ from devplace.errors import InputError
 from devplace.placers import Result
 from devplace.problem import Problem
 from devplace.report.memory import CATEGORIES, memory_rows
-from devplace.report.summary import best_single, devices_in_use, missing_text
+from devplace.report.summary import best_single, devices_in_use, missing_text, single_name
 from devplace.report.throughput_plan import value_json
 from devplace.simulator import Timeline
 from devplace.simulator.bounds import LowerBound, lower_bound
@@ -96,10 +96,10 @@ def comparison_table(
     least = max((r.bound_ns for r in own), default=bound.step_ns)
     times = [format_time(least)] * bool(own) + [format_time(bound.step_ns)]
     table.add_row("lower bound", *times, _ratio(single.makespan_ns, least), "", _bound_text(bound))
-    if not single.is_feasible:
-        table.caption = Text(
-            f"Speed-up is over one device without its memory limit: {_lacks(single)}."
-        )
+    name = single_name(single)
+    lacks = "" if single.is_feasible else f" without its memory limit: {_lacks(single)}"
+    if lacks or name != "one device":
+        table.caption = Text(f"Speed-up is over {name}{lacks}.")
         table.caption_justify = "left"
     return table
 
@@ -248,11 +248,11 @@ def _peaks(timeline: Timeline, unit: str) -> str:
 
 
 def _unit(num_bytes: int) -> str:
-    return next((u for u in ("GB", "MB", "KB") if num_bytes >= SIZE_UNITS[u]), "B")
+    return next((u for u in ("GiB", "MiB", "KiB") if num_bytes >= SIZE_UNITS[u.upper()]), "B")
 
 
 def _size(num_bytes: int, unit: str) -> str:
-    value = num_bytes / SIZE_UNITS[unit]
+    value = num_bytes / SIZE_UNITS[unit.upper()]
     if value == 0 or unit == "B":
         return f"{value:.0f}"
     if value < 0.01:
