@@ -23,6 +23,7 @@ OUT_FORMS = {
     "devplace.wide_mul.default": "out",
     "devplace.wide_div.default": "out",
     "devplace.wide_addcmul.default": "out",
+    "devplace.wide_scaled_add.default": "out",
     "devplace.wide_addcdiv.default": "out",
 }
 

@@ -25,7 +25,7 @@ LAYOUTS = {
 def tensors(op: str, layout: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Arguments of an op: tensors of several pieces, and a number that 16 bits cannot hold."""
     random = torch.Generator().manual_seed(0)
-    count = {"mul": 1, "div": 1, "addcmul": 2, "addcdiv": 3}[op]
+    count = {"mul": 1, "div": 1, "addcmul": 2, "scaled_add": 2, "addcdiv": 3}[op]
     made = [torch.rand(7, 23, generator=random).to(dtype) + 0.5 for _ in range(count)]
     return [LAYOUTS[layout](x) for x in made] + [torch.tensor(0.1234567, dtype=torch.float64)]
 
@@ -49,6 +49,30 @@ def test_pieces_give_the_bits_of_casts(
         assert over(*whole, number, out=out) is out
         assert torch.equal(out, want)
         out.copy_(kept)
+
+
+@pytest.mark.parametrize("dtype", wide.LOW_PRECISION)
+def test_momentum_is_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    """The buffer that SGD leaves after three steps: products are rounded before they are added."""
+    random = torch.Generator().manual_seed(0)
+    linear = nn.Linear(16, 16, bias=False, dtype=dtype)
+    x = torch.randn(4, 16, generator=random).to(dtype)
+    graph = dp.capture(
+        linear, (x, x), F.mse_loss, optim.SGD(linear.parameters(), lr=0.125, momentum=0.9)
+    )
+    twin = nn.Linear(16, 16, bias=False, dtype=dtype)
+    twin.load_state_dict(linear.state_dict())
+    eager = optim.SGD(twin.parameters(), lr=0.125, momentum=0.9)
+    machine = dp.load_machine("cpux2")
+    problem = dp.Problem(graph, machine, dp.Analytic()(graph, machine))
+    with dp.compile(graph, dp.place(problem, dp.placers.Single(), "9ev").plan) as step:
+        for _ in range(3):
+            step(x, x)
+            eager.zero_grad()
+            F.mse_loss(twin(x), x).backward()
+            eager.step()
+        step.sync()
+    assert torch.equal(linear.weight, twin.weight)
 
 
 def test_each_can_write_over_what_it_reads() -> None:

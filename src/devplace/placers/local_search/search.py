@@ -219,7 +219,8 @@ class Search:
             before, known = evaluate.meter.num_evaluations, incumbent.best
             spent = evaluate.meter.fraction_spent
             if tried is not None and limited and spent >= 1 - SIMPLER_PART:
-                simpler = self._simpler(evaluate, known, tried.simplest, known.key, None)
+                key = min([known.key, *(key for key, _ in tried.ordered)])
+                simpler = self._simpler(evaluate, known, tried.simplest, key, None)
                 if simpler is not None and simpler is not tried.simplest:
                     few, mine = np.unique(simpler.groups).tolist(), replace(simpler)
                     last = Incumbent(incumbent.problem, evaluate, mine)

@@ -16,7 +16,7 @@ import torch
 from devplace.errors import CaptureError
 from devplace.step_capture.optimizers.several import each_of, kind_of
 from devplace.step_capture.optimizers.traced import FORMS, KINDS, Fresh, fresh_state, own_step
-from devplace.step_capture.optimizers.wide import Exact, by_casts, in_pieces
+from devplace.step_capture.optimizers.wide import LOW_PRECISION, Exact, by_casts, in_pieces
 
 Scalars = Mapping[str, torch.Tensor]
 Updated = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -171,7 +171,9 @@ def _sgd(
         added = grad
         if "grad_factor" in scalars:
             added = exact("mul", grad, scalars["grad_factor"])
-        buffer = exact("addcmul", added, state["momentum_buffer"], scalars["momentum"])
+        # Of 16 bits as torch has it, which rounds the product before it adds.
+        form = "scaled_add" if added.dtype in LOW_PRECISION else "addcmul"
+        buffer = exact(form, added, state["momentum_buffer"], scalars["momentum"])
         new_state["momentum_buffer"] = buffer
         if options["nesterov"]:
             grad = exact("addcmul", grad, buffer, scalars["momentum"])

@@ -29,17 +29,25 @@ def _addcdiv(
     return torch.addcdiv(first, upper * number, lower, out=out)
 
 
+def _scaled_add(first: Tensor, second: Tensor, number: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.add(first, (second * number).to(first.dtype), out=out)
+
+
 FORMS: Mapping[str, Exact] = {
     "mul": torch.mul,
     "div": torch.div,
     "addcmul": torch.addcmul,
+    "scaled_add": _scaled_add,
     "addcdiv": _addcdiv,
 }
-"""What each computes; the number comes last, of `addcdiv` it is a factor of the quotient."""
+"""What each computes. The number comes last and is a factor: of the quotient in `addcdiv`, of the
+second tensor in `scaled_add`, which rounds that product before it adds."""
 
 
 def by_casts(op: str, *tensors: Tensor) -> Tensor:
     """Casts of whole tensors to float32 and back, which compilers fuse away."""
+    if op == "scaled_add":
+        return tensors[0] + by_casts("mul", *tensors[1:])
     wide = [each.float() if each.dtype in LOW_PRECISION else each for each in tensors]
     return FORMS[op](*wide).to(tensors[0].dtype)
 
@@ -81,7 +89,7 @@ def _are_dense_alike(tensors: list[Tensor]) -> bool:
 
 def _defined() -> Any:
     library = torch.library.Library("devplace", "FRAGMENT")
-    for op, count in {"mul": 2, "div": 2, "addcmul": 3, "addcdiv": 4}.items():
+    for op, count in {"mul": 2, "div": 2, "addcmul": 3, "scaled_add": 3, "addcdiv": 4}.items():
         given = ", ".join(f"Tensor {name}" for name in "abcd"[:count])
         library.define(f"wide_{op}({given}) -> Tensor")
         library.define(f"wide_{op}.out({given}, *, Tensor(a!) out) -> Tensor(a!)")
