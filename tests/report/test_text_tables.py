@@ -113,3 +113,10 @@ def test_limits_have_units_of_their_own() -> None:
     text = rendered(memory_table(placed(problem, default="cuda:0").timeline), 80)
     assert "peak, KiB" in text
     assert "4 GiB" in text
+
+
+def test_counts_of_simulations_stay_narrow() -> None:
+    """Six figures are rounded to thousands."""
+    from devplace.report.text_tables import _count
+
+    assert [_count(n) for n in (7, 99_999, 100_000, 136_181)] == ["7", "99,999", "100k", "136k"]

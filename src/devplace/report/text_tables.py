@@ -218,9 +218,14 @@ def _cells(result: Result, single: Timeline, unit: str) -> list[Text]:
         Text(gap_text(result)),
         Text(memory),
         Text(format_bytes(timeline.transfer_bytes)),
-        *([] if result.has_own_value else [Text(f"{result.evaluations:,}")]),
+        *([] if result.has_own_value else [Text(_count(result.evaluations))]),
         Text(f"{result.seconds:.1f}"),
     ]
+
+
+def _count(number: int) -> str:
+    """In at most six characters, so that names of placers are not cut in 80 columns."""
+    return f"{number:,}" if number < 100_000 else f"{number / 1e3:,.0f}k"
 
 
 def _peaks(timeline: Timeline, unit: str) -> str:
