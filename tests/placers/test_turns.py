@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.strategies import problems, random_placement
+from tests.strategies import problems, random_placement, random_problem
 
 from devplace.placers.turns import placed_in_turn, turns_by, turns_of
 from devplace.problem import Problem
@@ -19,6 +19,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @settings(max_examples=60, deadline=None)
 @given(problem=problems, seed=SEEDS)
+@example(problem=random_problem(seed=4, num_ops=33, num_devices=4), seed=2771428)  # two streams
 def test_turns_by_any_key_can_be_kept_on_any_devices(problem: Problem, seed: int) -> None:
     """Every op comes after what it reads, so devices that wait for their turns finish; a batch of
     placements takes as long as each in its order."""

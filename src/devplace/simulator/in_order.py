@@ -38,7 +38,7 @@ def simulate_in_order(problem: Problem, placement: Placement, order: Order) -> T
     for streams, row in zip(problem.core.wires.streams, order, strict=True):
         places = problem.spaces.tasks_of(row)
         turn[places] = np.arange(len(row), 0, -1)
-        if streams > 1:
-            priority[places] = turn[places]
+        if streams > 1 and (np.diff(priority[places]) >= 0).any():
+            priority[places] = turn[places]  # these say the order already where they fall along it
     run = kernel.trace(device, priority, turn)
     return timeline_of(problem, device, run)
