@@ -94,6 +94,7 @@ def main() -> None:
     machine = dp.load_machine(options.machine or f"h200x{dist.get_world_size()}")
     result: dict[str, Any] = {
         **provenance(),
+        **({"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}),
         "gpu": torch.cuda.get_device_name(),
         "processes": dist.get_world_size(),
         "nccl": {key: os.environ[key] for key in NCCL_SETTINGS if key in os.environ},

@@ -152,21 +152,13 @@ class NcclCarrier(FlagCarrier):
         They are sent last, in one order; outside of the graph a message of NCCL could run beside
         those of the graph, which it cannot bear.
         """
-        processes = self._channels.processes
-        group, graph = processes.group, processes.schedule.graph
-        found = {}
-        self._side.wait_stream(self._device.main)
+        processes, found = self._channels.processes, {}
         for index, owner in processes.owners().items():
-            record = graph.tensors[graph.results[index].tensor]
-            if owner == group.rank:
+            if owner == processes.group.rank:
                 found[index] = mine[index].contiguous()
-                self._side.wait_stream(self._device.main)
             else:
-                found[index] = torch.empty(
-                    record.shape,
-                    dtype=getattr(torch, record.dtype),
-                    device=self._device.torch_device,
-                )
+                found[index] = processes.empty_result(index, self._device.torch_device)
+            self._side.wait_stream(self._device.main)
             with torch.cuda.stream(self._side):
                 self._channels.spread(found[index], owner)
         self._device.main.wait_stream(self._side)

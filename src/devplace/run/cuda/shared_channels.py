@@ -123,10 +123,8 @@ class SharedChannels(PeerChannels):
         return self.flags[self._device.index].epoch
 
     def _result_like(self, key: int) -> Any:
-        graph = self.schedule.graph
-        record = graph.tensors[graph.results[key - len(self.schedule.transfers)].tensor]
-        dtype = getattr(torch, record.dtype)
-        return torch.empty(record.shape, dtype=dtype, device=self._device.torch_device)
+        index = key - len(self.schedule.transfers)
+        return self._processes.empty_result(index, self._device.torch_device)
 
     def _meet(self) -> dict[int, _Far]:
         """Offer this GPU's memory to all others, and open what they offer to this one."""

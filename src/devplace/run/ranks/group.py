@@ -36,9 +36,9 @@ _LAST_S = 5.0
 _SPIN_S = 0.1
 ALL = -1
 """In place of a process that is waited for."""
-# All messages of a step are inside its graphs, and a graph is launched once the one before is over.
-# To let messages inside and outside be mixed, NCCL puts nodes beside its own into a graph; CUDA may
-# queue one of them behind a message that waits for it.
+# All messages of a step are inside its graphs, which follow each other on one stream. To let those
+# inside and outside of graphs be mixed, NCCL puts event nodes beside its own into a graph, and CUDA
+# may queue one behind work that keeps it waiting (NVIDIA/nccl issue 1901, torchcomms pull 3358).
 _NCCL_SETTINGS = {
     "NCCL_GRAPH_MIXING_SUPPORT": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",

@@ -112,6 +112,12 @@ class Processes:
         }
         return dict(sorted(found.items()))
 
+    def empty_result(self, index: int, torch_device: Any) -> Any:
+        """Room for a result of another process, on a device."""
+        graph = self.schedule.graph
+        record = graph.tensors[graph.results[index].tensor]
+        return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=torch_device)
+
     def spread_weights(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """Values of the first process, for every source that this one holds.
 
